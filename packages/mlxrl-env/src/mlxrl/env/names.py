@@ -1,0 +1,75 @@
+"""Look-ups by name with helpful refusals, and objects named by a reference into a user's own code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def unknown(what: str, name: str, known: Iterable[str], hint: str = "") -> ValueError:
+    """The error for a name that nothing goes by: the name, the nearest one, and all there are."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {what} {name!r}{guess} (known: {', '.join(names) or 'none'}{hint})")
+
+
+def is_reference(name: str) -> bool:
+    """Whether a name points into a user's code, as "path/to/file.py:object" or "package.module:object" do."""
+    return ":" in name
+
+
+def load_object(reference: str) -> Any:
+    """Loads the object that a reference names.
+
+    Args:
+        reference: "path/to/file.py:object", relative to the working directory, or "package.module:object".
+            A file is loaded once, however many of its objects are asked for.
+
+    Raises:
+        ValueError: there is no such file, module or object. What the user's code raises itself passes through.
+    """
+    source, _, attribute = reference.rpartition(":")
+    module = _load_file(reference, Path(source)) if source.endswith(".py") else _load_module(reference, source)
+    if not hasattr(module, attribute):
+        raise unknown(f"object of {source}:", attribute, (name for name in vars(module) if not name.startswith("_")))
+    return getattr(module, attribute)
+
+
+def _load_file(reference: str, path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"{reference!r} names the file {path}, which does not exist; correct the path")
+    name = f"mlxrl_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{reference!r} names {path}, which Python cannot load; give a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(reference: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise ValueError(
+            f"{reference!r} names the module {name!r}, which cannot be imported; "
+            "install it, or give a file as path/to/file.py:object"
+        ) from None

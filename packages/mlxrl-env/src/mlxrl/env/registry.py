@@ -1,0 +1,140 @@
+"""Environments by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from mlxrl.env.arithmetic import ArithmeticSuite
+from mlxrl.env.jsonl import JsonlSuite
+from mlxrl.env.names import is_reference, load_object, unknown
+from mlxrl.env.options import check_whole
+from mlxrl.env.protocol import EnvFactory, Environment, RewardWeights, Split, Suite, check_split
+from mlxrl.env.task import Task
+
+SuiteBuilder = Callable[..., Suite]
+"""builder(**options) -> Suite."""
+
+_BUILDERS: dict[str, SuiteBuilder | EnvFactory] = {
+    "arithmetic": ArithmeticSuite,
+    "jsonl": JsonlSuite,
+}
+
+
+class FactorySuite:
+    """The suite of a bare EnvFactory: its tasks are whole numbers, which the factory makes of what it likes.
+
+    Args:
+        name: what the suite goes by.
+        factory: factory(number, seed, group_index), called positionally.
+        tasks: number of training tasks: 0, 1, ..., tasks - 1.
+        eval_tasks: number of evaluation tasks, which count on from there.
+
+    Raises:
+        ValueError: a count is out of range.
+    """
+
+    rewards: RewardWeights = ()
+
+    def __init__(self, name: str, factory: EnvFactory, tasks: int = 100, eval_tasks: int = 20) -> None:
+        self.name = name
+        self._factory = factory
+        first = check_whole("tasks", tasks, 1)
+        last = first + check_whole("eval_tasks", eval_tasks, 0)
+        self._numbers = {"train": range(first), "eval": range(first, last)}
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """The numbers of a split, each in its task's column "number"."""
+        check_split(split)
+        return tuple(Task(str(number), {"number": number}, str(number)) for number in self._numbers[split])
+
+    def make(self, task: Task, seed: int, group_index: int) -> Environment:
+        """What the factory makes of the task's number."""
+        return self._factory(task.columns["number"], seed, group_index)
+
+
+def env_names() -> tuple[str, ...]:
+    """The names that `make_env` knows, sorted."""
+    return tuple(sorted(_BUILDERS))
+
+
+def register_env(name: str, builder: SuiteBuilder | EnvFactory) -> None:
+    """Makes a suite known by a name.
+
+    Args:
+        name: a new name; underscores and capitals are read as hyphens and small letters.
+        builder: builder(**options) -> Suite, or an EnvFactory, told by taking (task, seed, group_index).
+
+    Raises:
+        ValueError: the name is taken, or has a colon.
+    """
+    name = _spelled(name)
+    if name in _BUILDERS or is_reference(name):
+        raise ValueError(f"name must be new and without a colon, got {name!r}; taken: {', '.join(env_names())}")
+    _BUILDERS[name] = builder
+
+
+def make_env(name: str, **options: Any) -> Suite:
+    """The suite that a name stands for.
+
+    Args:
+        name: one of `env_names()`, or a user's own "path/to/file.py:object" or "package.module:object", where the
+            object is a suite builder or an EnvFactory. An EnvFactory gets whole numbers as tasks (options `tasks`
+            and `eval_tasks`).
+        options: the suite's own options.
+
+    Raises:
+        ValueError: the name or an option is unknown, an option is missing or out of range, or what the name refers
+            to cannot be found.
+        TypeError: what the name refers to is no environment.
+    """
+    if is_reference(name):
+        builder = load_object(name)
+    elif _spelled(name) in _BUILDERS:
+        builder = _BUILDERS[_spelled(name)]
+    else:
+        raise unknown("environment", name, _BUILDERS, ", or your own path/to/file.py:factory")
+    if not callable(builder):
+        raise TypeError(f"environment {name!r} must be a function or a class, got {type(builder).__name__}")
+    builder = cast(Callable[..., Any], builder)
+    if _is_factory(builder):
+        return FactorySuite(name, builder, **_checked(name, FactorySuite, options, given=("name", "factory")))
+    suite = builder(**_checked(name, builder, options))
+    if not isinstance(suite, Suite):
+        raise TypeError(
+            f"environment {name!r} must build a suite (name, rewards, tasks, make), got {type(suite).__name__}; "
+            "an environment factory takes (task, seed, group_index)"
+        )
+    return suite
+
+
+def _spelled(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _is_factory(builder: Callable[..., Any]) -> bool:
+    """Whether a callable takes (task, seed, group_index): three required arguments, or a first one named task."""
+    parameters = [
+        p
+        for p in inspect.signature(builder).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    required = [p for p in parameters if p.default is p.empty]
+    return len(required) == 3 or bool(parameters and parameters[0].name == "task")
+
+
+def _checked(
+    name: str, builder: Callable[..., Any], options: dict[str, Any], given: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The options, if the builder takes each of them and needs no other."""
+    parameters = {key: p for key, p in inspect.signature(builder).parameters.items() if key not in given}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for option in options:
+        if option not in named and not takes_any:
+            raise unknown(f"option of environment {name!r}:", option, named)
+    for key, parameter in named.items():
+        if parameter.default is parameter.empty and key not in options:
+            raise ValueError(f"environment {name!r} needs the option {key!r}; set it under [environment]")
+    return options

@@ -1,0 +1,81 @@
+"""From what an environment's step returned to a StepResult."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsFloat, cast
+
+from mlxrl.env.protocol import StepResult
+from mlxrl.env.task import Message, as_messages
+
+FORMS = "a StepResult, (observation, reward, done, info) or (observation, reward, terminated, truncated, info)"
+
+
+def as_step_result(value: object) -> StepResult:
+    """Normalises what a step returned.
+
+    Args:
+        value: a StepResult, a 4-tuple (observation, reward, done, info), or a 5-tuple as gymnasium's
+            (observation, reward, terminated, truncated, info); an info of None is empty.
+
+    Returns:
+        The checked StepResult, its reward a finite Python float.
+
+    Raises:
+        TypeError: value, or a part of it, has the wrong type.
+        ValueError: the tuple has the wrong length, the reward is not finite, or the observation is an empty list.
+    """
+    observation, reward, terminated, truncated, info = _parts(value)
+    return StepResult(
+        observation=_observation(observation),
+        reward=_reward(reward),
+        terminated=_flag("terminated", terminated),
+        truncated=_flag("truncated", truncated),
+        info=_info(info),
+    )
+
+
+def _parts(value: object) -> Sequence[object]:
+    """Observation, reward, terminated, truncated and info, unchecked."""
+    if isinstance(value, StepResult):
+        return value.observation, value.reward, value.terminated, value.truncated, value.info
+    if not isinstance(value, tuple | list):
+        raise TypeError(f"step must return {FORMS}, got {type(value).__name__} {value!r}")
+    items = cast(Sequence[object], value)
+    if len(items) not in (4, 5):
+        raise ValueError(f"step must return {FORMS}, got {len(items)} values")
+    return items if len(items) == 5 else (*items[:3], False, items[3])
+
+
+def _observation(value: object) -> str | Sequence[Message]:
+    if isinstance(value, str):
+        return value
+    try:
+        return as_messages(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"observation of step: {error}") from None
+
+
+def _reward(value: object) -> float:
+    if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"reward of step must be a number, got {type(value).__name__} {value!r}")
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"reward of step must be finite, got {reward}")
+    return reward
+
+
+def _flag(name: str, value: Any) -> bool:
+    flag = value.item() if hasattr(value, "item") else value
+    if not isinstance(flag, int) or flag not in (0, 1):
+        raise TypeError(f"{name} of step must be True or False, got {type(value).__name__} {value!r}")
+    return bool(flag)
+
+
+def _info(value: object) -> Mapping[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"info of step must be a mapping or None, got {type(value).__name__} {value!r}")
+    return cast(Mapping[str, object], value)
