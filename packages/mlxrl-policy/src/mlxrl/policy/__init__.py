@@ -1,1 +1,25 @@
-"""mlxrl.policy"""
+"""A language model as a policy: load it with LoRA, score tokens, save and load adapters."""
+
+from mlxrl.policy import _platform  # noqa: F401  (first: it explains a missing MLX)
+from mlxrl.policy.adapters import adapter_parameters, load_adapter, save_adapter
+from mlxrl.policy.errors import ModelError
+from mlxrl.policy.head import split_head
+from mlxrl.policy.load import find_model, load_policy_with_lora
+from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapters_disabled, dropout_active
+from mlxrl.policy.score import Scores, score
+
+__all__ = [
+    "LoRAConfig",
+    "ModelError",
+    "PolicyReport",
+    "Scores",
+    "adapter_parameters",
+    "adapters_disabled",
+    "dropout_active",
+    "find_model",
+    "load_adapter",
+    "load_policy_with_lora",
+    "save_adapter",
+    "score",
+    "split_head",
+]

@@ -1,0 +1,87 @@
+"""Adapters on disk, in mlx-lm's own format: `adapters.safetensors` beside `adapter_config.json`."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlxrl.policy.errors import ModelError
+from mlxrl.policy.lora import LoRAConfig
+
+WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, mx.array]:
+    """The trainable parameters of the policy by their full names, e.g. `model.layers.0.self_attn.q_proj.lora_a`."""
+    return dict(tree_flatten(model.trainable_parameters()))
+
+
+def save_adapter(model: nn.Module, folder: str | Path, config: LoRAConfig, keys: tuple[str, ...]) -> None:
+    """Write the adapter so that `mlx_lm.load(base, adapter_path=folder)` and `mlx_lm.fuse` read it.
+
+    Args:
+        model: the policy.
+        folder: an existing or new folder; files of the same names are replaced.
+        config: what the adapter was built with.
+        keys: block-relative names of the adapted layers, as `PolicyReport.target_keys` has them.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / WEIGHTS), adapter_parameters(model), metadata={"format": "mlx"})
+    description = {
+        "fine_tune_type": "lora",
+        "num_layers": len(model.layers),
+        "lora_parameters": {"rank": config.rank, "scale": config.scale, "dropout": config.dropout, "keys": list(keys)},
+    }
+    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Load an adapter of the same shape into a policy that `load_policy_with_lora` made.
+
+    Args:
+        model: the policy; its adapter is replaced.
+        folder: a folder with `adapters.safetensors` and `adapter_config.json`.
+
+    Raises:
+        ModelError: a file is missing or unreadable, or the adapter has other layers, shapes or scale than the policy.
+    """
+    folder = Path(folder)
+    description = _read_config(folder / CONFIG)
+    try:
+        saved = mx.load(str(folder / WEIGHTS))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"adapter {folder / WEIGHTS} cannot be read: {error}.") from error
+    here = adapter_parameters(model)
+    if unknown := sorted(saved.keys() ^ here.keys()):
+        raise ModelError(
+            f"adapter {folder} fits another policy: {len(unknown)} tensors are on one side only, "
+            f"the first is {unknown[0]}; load the policy with the layers the adapter was trained on."
+        )
+    for name, value in saved.items():
+        if value.shape != here[name].shape:
+            raise ModelError(
+                f"adapter {folder} fits another policy: {name} has shape {value.shape}, "
+                f"the policy has {here[name].shape}; set `rank` to the adapter's."
+            )
+    scales = {module.scale for _, module in model.named_modules() if "lora_a" in module}
+    if scales != {description["lora_parameters"].get("scale")}:
+        raise ModelError(
+            f"adapter {folder} was trained with scale {description['lora_parameters'].get('scale')}, "
+            f"the policy has {sorted(scales)}; set `scale` to the adapter's."
+        )
+    model.load_weights(list(saved.items()), strict=False)
+    mx.eval(model.trainable_parameters())
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        description = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"adapter file {path} is missing or unreadable; name a folder that holds {CONFIG}.") from error
+    except json.JSONDecodeError as error:
+        raise ModelError(f"adapter file {path} is not valid JSON: {error}.") from error
+    if not isinstance(description, dict) or not isinstance(description.get("lora_parameters"), dict):
+        raise ModelError(f"adapter file {path} has no lora_parameters; it does not describe a LoRA adapter.")
+    return description

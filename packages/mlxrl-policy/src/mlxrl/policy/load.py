@@ -1,0 +1,114 @@
+"""Load a model from a folder or the hub, ready to train."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from huggingface_hub import snapshot_download
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlxrl.policy.checkpointing import checkpoint_blocks
+from mlxrl.policy.errors import ModelError
+from mlxrl.policy.head import split_head
+from mlxrl.policy.lora import LoRAConfig, PolicyReport, attach_lora, describe
+
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
+
+
+def load_policy_with_lora(
+    model_id: str | Path, config: LoRAConfig | None = None
+) -> tuple[nn.Module, TokenizerWrapper, PolicyReport]:
+    """Load a causal language model, freeze it, and attach a LoRA adapter to the linear layers of every block.
+
+    On MLX's CPU backend, where 16-bit arithmetic is ten to forty times slower, 16-bit parameters are cast to float32.
+
+    Args:
+        model_id: a folder in mlx-lm format, or the name of a model on the hub.
+        config: the adapter; by default rank 16, scale 2, on every linear layer.
+
+    Returns:
+        The model (in evaluation mode, only `lora_a` and `lora_b` trainable), its tokenizer, and a report.
+
+    Raises:
+        ModelError: the model cannot be found or read, or the adapter does not fit it.
+    """
+    config = config or LoRAConfig()
+    folder = find_model(model_id)
+    try:
+        model, tokenizer = mlx_lm.load(str(folder))
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise ModelError(f"model_id {str(model_id)!r} was found but cannot be loaded: {error}") from error
+    if mx.default_device().type == mx.cpu:
+        model.set_dtype(mx.float32)
+        _lay_out_for_forward(model)
+    separable = split_head(model) is not None
+    keys = attach_lora(model, config)
+    if config.grad_checkpoint:
+        checkpoint_blocks(model)
+    mx.eval(model.parameters())
+    return (
+        model,
+        tokenizer,
+        describe(model, model_type=read_config(folder)["model_type"], keys=keys, separable_head=separable),
+    )
+
+
+def _lay_out_for_forward(model: nn.Module) -> None:
+    """Keep each weight column-major, so that `x @ W.T` reads rows: reference BLAS is twice as fast on those.
+
+    The backward pass reads the other layout and pays what the forward pass gains; decoding has no backward pass.
+    """
+    for _, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight = mx.contiguous(module.weight.T).T
+
+
+def find_model(model_id: str | Path, *, config_only: bool = False) -> Path:
+    """The folder of a model: a local one, the hub's cached copy, or a fresh download.
+
+    Args:
+        model_id: a folder, or a hub name like `mlx-community/Qwen3-0.6B-4bit`.
+        config_only: fetch config.json alone.
+
+    Raises:
+        ModelError: there is no such folder, or the hub has no such model or cannot be reached.
+    """
+    folder = Path(model_id).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"model_id {str(model_id)!r} is a folder without config.json; name a model in mlx-lm format."
+            )
+        return folder
+    name = str(model_id)
+    if name.count("/") != 1 or name.startswith((".", "~", "/")):
+        raise ModelError(f"model_id {name!r} is no folder, and no hub name like 'mlx-community/Qwen3-0.6B-4bit'.")
+    patterns = ["config.json"] if config_only else MODEL_FILES
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except Exception:  # whatever the hub client raises for a model that is not cached: ask the hub
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # network, authentication and not-found errors of the hub client alike
+        raise ModelError(
+            f"model_id {name!r} is neither a local folder nor in the hub cache, and the hub did not give it "
+            f"({type(error).__name__}); check the name and the network, or name a local folder."
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder.
+
+    Raises:
+        ModelError: the file is not valid JSON or has no `model_type`.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{folder / 'config.json'} is not valid JSON: {error}.") from error
+    if "model_type" not in config:
+        raise ModelError(f"{folder / 'config.json'} has no model_type; it does not describe a language model.")
+    return config
