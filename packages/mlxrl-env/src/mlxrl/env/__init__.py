@@ -1,9 +1,13 @@
 """Environments, tasks and rewards for reinforcement learning of language models, in plain Python."""
 
 from mlxrl.env.arithmetic import ArithmeticSuite
+from mlxrl.env.game import GameSuite, TextGame
+from mlxrl.env.guess_number import GuessNumberEnv
 from mlxrl.env.jsonl import JsonlSuite
+from mlxrl.env.key_door import KeyDoorEnv
 from mlxrl.env.numbers import answer_number
 from mlxrl.env.protocol import EnvFactory, Environment, RewardWeights, Split, StepResult, StopReason, Suite
+from mlxrl.env.recurring_text import RecurringStateTextEnv
 from mlxrl.env.registry import FactorySuite, SuiteBuilder, env_names, make_env, register_env
 from mlxrl.env.rewards import RewardFunction, register_reward, reward_function, reward_names
 from mlxrl.env.rewards_answer import answer_tag, exact_match, numeric_match
@@ -17,8 +21,12 @@ __all__ = [
     "EnvFactory",
     "Environment",
     "FactorySuite",
+    "GameSuite",
+    "GuessNumberEnv",
     "JsonlSuite",
+    "KeyDoorEnv",
     "Message",
+    "RecurringStateTextEnv",
     "RewardFunction",
     "RewardWeights",
     "SingleTurnEnv",
@@ -28,6 +36,7 @@ __all__ = [
     "Suite",
     "SuiteBuilder",
     "Task",
+    "TextGame",
     "answer_number",
     "answer_tag",
     "as_messages",

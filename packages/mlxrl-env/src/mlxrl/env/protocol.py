@@ -72,9 +72,9 @@ class Environment(Protocol):
         ...
 
     def state_id(self, observation: str | Sequence[Message]) -> Hashable:
-        """Names the state that shows as `observation`; asked before the action is taken.
+        """Names the state that shows as `observation`, given as reset or step returned it; asked before the action.
 
-        Equal ids mean that actions may be compared, so the id must not count turns.
+        Actions from states of equal ids are compared with one another, so the id must not count turns.
         """
         ...
 

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from mlxrl.env.arithmetic import ArithmeticSuite
+from mlxrl.env.guess_number import guess_number_suite
 from mlxrl.env.jsonl import JsonlSuite
+from mlxrl.env.key_door import key_door_suite
 from mlxrl.env.names import is_reference, load_object, unknown
 from mlxrl.env.options import check_whole
 from mlxrl.env.protocol import EnvFactory, Environment, RewardWeights, Split, Suite, check_split
+from mlxrl.env.recurring_text import recurring_text_suite
 from mlxrl.env.task import Task
 
 SuiteBuilder = Callable[..., Suite]
@@ -18,7 +21,10 @@ SuiteBuilder = Callable[..., Suite]
 
 _BUILDERS: dict[str, SuiteBuilder | EnvFactory] = {
     "arithmetic": ArithmeticSuite,
+    "guess-number": guess_number_suite,
     "jsonl": JsonlSuite,
+    "key-door": key_door_suite,
+    "recurring-text": recurring_text_suite,
 }
 
 

@@ -1,0 +1,147 @@
+"""What the small text games share: starts, turns, how an action is read, and their suites."""
+
+from __future__ import annotations
+
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from mlxrl.env.options import check_real, check_whole
+from mlxrl.env.protocol import Environment, RewardWeights, Split, StepResult, check_split
+from mlxrl.env.task import Message, Task
+
+Start = tuple[int, ...]
+"""The numbers that fix how an episode starts."""
+
+_ACTION = re.compile(r"<action>\s*([^<>]*?)\s*</action>", re.IGNORECASE)
+
+
+def read_action(text: str) -> str:
+    """The name inside the last <action>...</action> of a text, in small letters; empty where there is none."""
+    names = _ACTION.findall(text)
+    return names[-1].lower() if names else ""
+
+
+class TextGame(ABC):
+    """An episode that starts from one of a few starts and is won by reaching its goal.
+
+    Winning brings reward 1. An action that cannot be read or done changes nothing but the turn count; its result has
+    "invalid_action": True in info. The last allowed turn, when it does not win, reports truncated.
+
+    Args:
+        task: a Task whose column "start" is one of `starts` fixes the start; with any other task it is drawn from
+            the task (its id, if it is a Task) and the seed.
+        seed: see `task`.
+        max_turns: the most actions of an episode.
+        invalid_penalty: taken off the reward of a turn whose action is invalid.
+
+    Raises:
+        ValueError: an option is out of range, or the task names a start that is none of `starts`.
+    """
+
+    starts: ClassVar[tuple[Start, ...]]
+    least_turns: ClassVar[int] = 1
+    won: ClassVar[str] = "Solved."
+
+    def __init__(self, task: object, seed: int, max_turns: int, invalid_penalty: float) -> None:
+        self.max_turns = check_whole("max_turns", max_turns, self.least_turns)
+        self.invalid_penalty = check_real("invalid_penalty", invalid_penalty, 0.0)
+        self.start = _start_of(task, seed, self.starts)
+        self._turn = 0
+        self._over = True
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Sets the state that `self.start` names."""
+
+    @abstractmethod
+    def observe(self) -> str:
+        """The observation of the present state."""
+
+    @abstractmethod
+    def play(self, action: str) -> bool | None:
+        """Does an action: True where it wins, False where it does not, None where it is invalid."""
+
+    def reset(self) -> str:
+        """Starts over from the same start and returns its observation."""
+        self._turn, self._over = 0, False
+        self.begin()
+        return self.observe()
+
+    def step(self, action: str) -> StepResult:
+        """Plays one turn with the model's text.
+
+        Raises:
+            RuntimeError: the episode is over, or was never started.
+        """
+        if self._over:
+            raise RuntimeError("step needs a running episode, but this one is over or not yet started; call reset()")
+        self._turn += 1
+        outcome = self.play(read_action(action))
+        truncated = not outcome and self._turn == self.max_turns
+        self._over = outcome is True or truncated
+        return StepResult(
+            observation=self.won if outcome else self.observe(),
+            reward=float(bool(outcome)) - (self.invalid_penalty if outcome is None else 0.0),
+            terminated=outcome is True,
+            truncated=truncated,
+            info={"invalid_action": outcome is None},
+        )
+
+    def state_id(self, observation: str | Sequence[Message]) -> Hashable:
+        """The observation itself, which tells all there is to know and no turn count."""
+        return cast(str, observation)
+
+
+def _start_of(task: object, seed: int, starts: tuple[Start, ...]) -> Start:
+    if isinstance(task, Task):
+        if "start" in task.columns:
+            start = tuple(cast(Sequence[int], task.columns["start"]))
+            if start not in starts:
+                raise ValueError(f"column 'start' of task {task.id!r} must be one of {starts}, got {start}")
+            return start
+        task = task.id
+    return random.Random(f"{task}|{seed}").choice(starts)
+
+
+def held_out_quarter(starts: Sequence[Start], seed: int) -> tuple[tuple[Start, ...], tuple[Start, ...]]:
+    """Shuffles starts under a seed and keeps a quarter of them for evaluation: (train, eval)."""
+    shuffled = random.Random(check_whole("seed", seed, 0)).sample(starts, len(starts))
+    count = len(shuffled) // 4
+    return tuple(shuffled[count:]), tuple(shuffled[:count])
+
+
+@dataclass(frozen=True)
+class GameSuite:
+    """A text game with the starts to train on and those to evaluate on.
+
+    Args:
+        name: what the suite goes by.
+        game: game(task, seed) -> environment.
+        train: starts of the training tasks.
+        held_out: starts of the evaluation tasks.
+    """
+
+    name: str
+    game: Callable[[Any, int], Environment]
+    train: tuple[Start, ...]
+    held_out: tuple[Start, ...]
+    rewards: RewardWeights = ()
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """One task for each start of a split; its prompt is the first observation."""
+        check_split(split)
+        starts = self.train if split == "train" else self.held_out
+        return tuple(self._task(start, f"{split}-{index}") for index, start in enumerate(starts))
+
+    def make(self, task: Task, seed: int, group_index: int) -> Environment:
+        """The game from the task's start, whatever the seed."""
+        return self.game(task, seed)
+
+    def _task(self, start: Start, name: str) -> Task:
+        columns = {"start": start}
+        first = self.game(Task("", columns, name), 0).reset()
+        return Task(cast(str, first), columns, name)
