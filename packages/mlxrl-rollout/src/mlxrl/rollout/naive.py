@@ -1,0 +1,46 @@
+"""The plainest possible rollout, to hold the engine against: one row, no cache, no batch."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlxrl.rollout.chat import ChatEncoder
+from mlxrl.rollout.episode import Episode, EpisodeLimits, RolloutRequest
+from mlxrl.rollout.sampling import SamplingConfig, draw
+from mlxrl.rollout.trajectory import Trajectory
+
+
+def naive_rollout(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    requests: Sequence[RolloutRequest],
+    limits: EpisodeLimits,
+    *,
+    use_chat_template: bool | None = None,
+) -> list[Trajectory]:
+    """Play requests one after the other, reading the whole text again for every token.
+
+    Args:
+        model: the policy.
+        tokenizer: its tokenizer.
+        requests: the episodes.
+        limits: sampling and lengths, as an engine's `limits`.
+        use_chat_template: see `ChatEncoder`.
+
+    Returns:
+        Trajectories equal to `Engine.rollout` on the same requests, up to float rounding.
+    """
+    encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template)
+    return [_play(model, Episode(request, encoder, limits), limits.sampling) for request in requests]
+
+
+def _play(model: nn.Module, episode: Episode, sampling: SamplingConfig) -> Trajectory:
+    key_1_2 = mx.array([[episode.request.key & 0xFFFFFFFF, episode.request.key >> 32]], dtype=mx.uint32)
+    while not episode.finished:
+        logits_1_V = model(mx.array([episode.token_ids]))[:, -1]
+        position_1 = mx.array([episode.num_drawn], dtype=mx.uint32)
+        token_1, logprob_1 = draw(logits_1_V, key_1_2, position_1, sampling)
+        if episode.push(int(token_1.item()), float(logprob_1.item())):
+            episode.end_turn()
+    return episode.trajectory(policy_version=0)

@@ -1,0 +1,89 @@
+"""Draw tokens: one key per row, so that a row's draws do not depend on its neighbours."""
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are drawn.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the most likely token (for evaluation only).
+        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1]; 1 keeps all.
+        top_k: keep the top_k most likely tokens; 0 keeps all.
+        min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1); 0 keeps all.
+        max_tokens: tokens per action, at least 1.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0 keeps every token), got {self.top_k}.")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}.")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}.")
+
+    @property
+    def full_support(self) -> bool:
+        """Whether every token can be drawn, so that sampler and scorer see one distribution."""
+        return self.temperature > 0 and self.top_p == 1 and self.top_k == 0 and self.min_p == 0
+
+
+def draw(
+    logits_B_V: mx.array, keys_B_2: mx.array, positions_B: mx.array, config: SamplingConfig
+) -> tuple[mx.array, mx.array]:
+    """One token per row and its log-probability under the distribution it was drawn from.
+
+    Args:
+        logits_B_V: logits `[B, V]` of any float type; the arithmetic is float32.
+        keys_B_2: uint32 `[B, 2]`, the rows' keys.
+        positions_B: uint32 `[B]`, how many tokens the row has drawn before.
+        config: temperature and filters.
+
+    Returns:
+        Token ids int32 `[B]` and log-probabilities float32 `[B]`; with temperature 0, those at temperature 1.
+    """
+    logits_B_V = logits_B_V.astype(mx.float32)
+    if config.temperature == 0:
+        tokens_B = mx.argmax(logits_B_V, axis=-1)
+    else:
+        logits_B_V = _filtered(logits_B_V / config.temperature, config)
+        keys_B_2 = mx.stack([keys_B_2[:, 0], keys_B_2[:, 1] + positions_B], axis=1)
+        tokens_B = _categorical(logits_B_V, keys_B_2)
+    chosen_B = mx.take_along_axis(logits_B_V, tokens_B[:, None], axis=-1)[:, 0]
+    return tokens_B.astype(mx.int32), chosen_B - mx.logsumexp(logits_B_V, axis=-1)
+
+
+_categorical = mx.vmap(lambda logits_V, key_2: mx.random.categorical(logits_V, key=key_2))
+
+
+def _filtered(logits_B_V: mx.array, config: SamplingConfig) -> mx.array:
+    """Logits with -inf at the tokens that the filters drop; the filters act in the order top-k, top-p, min-p."""
+    if 0 < config.top_k < logits_B_V.shape[-1]:
+        least_B_1 = mx.min(mx.topk(logits_B_V, config.top_k, axis=-1), axis=-1, keepdims=True)
+        logits_B_V = mx.where(logits_B_V >= least_B_1, logits_B_V, -mx.inf)
+    if config.top_p < 1:
+        sorted_B_V = -mx.sort(-logits_B_V, axis=-1)
+        before_B_V = mx.cumsum(mx.softmax(sorted_B_V, axis=-1), axis=-1, inclusive=False)
+        least_B_1 = mx.where(before_B_V < config.top_p, sorted_B_V, mx.inf).min(axis=-1, keepdims=True)
+        logits_B_V = mx.where(logits_B_V >= least_B_1, logits_B_V, -mx.inf)
+    if config.min_p > 0:
+        least_B_1 = logits_B_V.max(axis=-1, keepdims=True) + math.log(config.min_p)
+        logits_B_V = mx.where(logits_B_V >= least_B_1, logits_B_V, -mx.inf)
+    return logits_B_V
