@@ -12,15 +12,22 @@ from mlxrl.algo.advantages import (
     weighted_rewards,
 )
 from mlxrl.algo.algorithm import Algorithm, LossOutput, TrajectoryAlgorithm, TrajectoryLike, TurnLike
+from mlxrl.algo.anchors import anchor_ids, anchor_metrics
 from mlxrl.algo.base import PolicyGradientAlgorithm
 from mlxrl.algo.batch import AlgorithmBatch, Role
+from mlxrl.algo.catalogue import algorithm_table
+from mlxrl.algo.cispo import CISPOAlgorithm
 from mlxrl.algo.corrections import CorrectionLevel, masked_weights, sampler_ratio, truncated_weights
+from mlxrl.algo.dapo import DAPOAlgorithm
 from mlxrl.algo.drgrpo import DrGRPOAlgorithm
 from mlxrl.algo.echo import EchoSchedule, echo_loss, echo_weights
 from mlxrl.algo.families import ClippedAlgorithm, GroupRelativeAlgorithm
 from mlxrl.algo.filters import informative_rows, mask_truncated
+from mlxrl.algo.gigpo import GiGPOAlgorithm
+from mlxrl.algo.gmpo import GMPOAlgorithm
 from mlxrl.algo.groups import GroupStructure, group_ids_of, group_members
 from mlxrl.algo.grpo import GRPOAlgorithm
+from mlxrl.algo.gspo import GSPOAlgorithm
 from mlxrl.algo.kl import KLEstimator, kl_k1, kl_k2, kl_k3, kl_penalty
 from mlxrl.algo.options import option
 from mlxrl.algo.ratios import geometric_ratio, geometric_token_ratio, log_ratio, sequence_ratio, token_ratio
@@ -37,9 +44,19 @@ from mlxrl.algo.reductions import (
     reduction_weights,
 )
 from mlxrl.algo.registry import algorithm_class, algorithm_names, algorithm_options, make_algorithm, register_algorithm
+from mlxrl.algo.reinforcepp import REINFORCEPPAlgorithm
+from mlxrl.algo.returns import discounted_returns, paint_tokens, reinforcepp_returns, whitened
 from mlxrl.algo.rloo import RLOOAlgorithm
+from mlxrl.algo.sapo import SAPOAlgorithm
 from mlxrl.algo.shaping import charge_kl, soft_overlong_penalties, token_kl
-from mlxrl.algo.surrogates import clipped_surrogate, is_clipped, unclipped_surrogate
+from mlxrl.algo.surrogates import (
+    cispo_surrogate,
+    clipped_surrogate,
+    gmpo_surrogate,
+    is_clipped,
+    sapo_surrogate,
+    unclipped_surrogate,
+)
 
 __all__ = [
     "CONSTANT_TOLERANCE",
@@ -51,34 +68,47 @@ __all__ = [
     "TOKEN_MEAN",
     "Algorithm",
     "AlgorithmBatch",
+    "CISPOAlgorithm",
     "ClippedAlgorithm",
     "CorrectionLevel",
+    "DAPOAlgorithm",
     "DrGRPOAlgorithm",
     "EchoSchedule",
+    "GMPOAlgorithm",
     "GRPOAlgorithm",
+    "GSPOAlgorithm",
+    "GiGPOAlgorithm",
     "GroupRelativeAlgorithm",
     "GroupStructure",
     "KLEstimator",
     "LossOutput",
     "PolicyGradientAlgorithm",
+    "REINFORCEPPAlgorithm",
     "RLOOAlgorithm",
     "Reduction",
     "ReductionTotals",
     "Role",
+    "SAPOAlgorithm",
     "TrajectoryAlgorithm",
     "TrajectoryLike",
     "TurnLike",
     "algorithm_class",
     "algorithm_names",
     "algorithm_options",
+    "algorithm_table",
+    "anchor_ids",
+    "anchor_metrics",
     "centred_advantages",
     "charge_kl",
+    "cispo_surrogate",
     "clipped_surrogate",
+    "discounted_returns",
     "echo_loss",
     "echo_weights",
     "gdpo_advantages",
     "geometric_ratio",
     "geometric_token_ratio",
+    "gmpo_surrogate",
     "group_ids_of",
     "group_members",
     "informative_rows",
@@ -95,10 +125,13 @@ __all__ = [
     "masked_weights",
     "maxrl_advantages",
     "option",
+    "paint_tokens",
     "reduction_totals",
     "reduction_weights",
     "register_algorithm",
+    "reinforcepp_returns",
     "sampler_ratio",
+    "sapo_surrogate",
     "sequence_ratio",
     "soft_overlong_penalties",
     "standardised_advantages",
@@ -107,4 +140,5 @@ __all__ = [
     "truncated_weights",
     "unclipped_surrogate",
     "weighted_rewards",
+    "whitened",
 ]

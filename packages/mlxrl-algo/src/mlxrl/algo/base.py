@@ -37,7 +37,7 @@ class PolicyGradientAlgorithm:
     name: ClassVar[str]
     formula: ClassVar[str] = "-rho A"
     """The token loss, for the table of algorithms."""
-    source: ClassVar[str]
+    source: ClassVar[str] = ""
     """The paper."""
     kl_estimator: ClassVar[KLEstimator] = "k3"
     """The estimator that the paper puts into the loss."""

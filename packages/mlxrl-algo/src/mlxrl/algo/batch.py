@@ -1,5 +1,6 @@
 """What an algorithm sees of one optimizer batch."""
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -148,7 +149,7 @@ class AlgorithmBatch:
         """
         totals = weighted_rewards(self.rewards, self.reward_weights)
         if not self.reward_weights:
-            totals = [float(sum(rewards)) for rewards in self.turn_rewards]
+            totals = [math.fsum(rewards) for rewards in self.turn_rewards]
         return [total if valid else None for total, valid in zip(totals, self.valid, strict=True)]
 
     @property

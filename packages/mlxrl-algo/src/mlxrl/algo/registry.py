@@ -5,14 +5,28 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from mlxrl.algo.algorithm import Algorithm
+from mlxrl.algo.cispo import CISPOAlgorithm
+from mlxrl.algo.dapo import DAPOAlgorithm
 from mlxrl.algo.drgrpo import DrGRPOAlgorithm
+from mlxrl.algo.gigpo import GiGPOAlgorithm
+from mlxrl.algo.gmpo import GMPOAlgorithm
 from mlxrl.algo.grpo import GRPOAlgorithm
+from mlxrl.algo.gspo import GSPOAlgorithm
+from mlxrl.algo.reinforcepp import REINFORCEPPAlgorithm
 from mlxrl.algo.rloo import RLOOAlgorithm
+from mlxrl.algo.sapo import SAPOAlgorithm
 
 _ALGORITHMS: dict[str, type[Algorithm]] = {
+    "cispo": CISPOAlgorithm,
+    "dapo": DAPOAlgorithm,
     "dr-grpo": DrGRPOAlgorithm,
+    "gigpo": GiGPOAlgorithm,
+    "gmpo": GMPOAlgorithm,
     "grpo": GRPOAlgorithm,
+    "gspo": GSPOAlgorithm,
+    "reinforce++": REINFORCEPPAlgorithm,
     "rloo": RLOOAlgorithm,
+    "sapo": SAPOAlgorithm,
 }
 
 
