@@ -58,7 +58,7 @@ class ArithmeticSuite:
 
 
 def _check_terms(terms: Sequence[int]) -> tuple[int, int]:
-    if isinstance(terms, str) or len(terms) != 2:
+    if not isinstance(terms, list | tuple) or len(terms) != 2:
         raise ValueError(f"terms must be the least and the greatest number of digits, as in [3, 5], got {terms!r}")
     least = check_whole("terms[0]", terms[0], 2)
     return least, check_whole("terms[1]", terms[1], least)

@@ -6,8 +6,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from mlxrl.env.options import check_real, check_whole
 from mlxrl.env.protocol import Environment, RewardWeights, Split, StepResult, check_split
@@ -114,9 +113,8 @@ def held_out_quarter(starts: Sequence[Start], seed: int) -> tuple[tuple[Start, .
     return tuple(shuffled[count:]), tuple(shuffled[:count])
 
 
-@dataclass(frozen=True)
 class GameSuite:
-    """A text game with the starts to train on and those to evaluate on.
+    """A text game with the starts to train on and those to evaluate on; it rewards by itself.
 
     Args:
         name: what the suite goes by.
@@ -125,23 +123,27 @@ class GameSuite:
         held_out: starts of the evaluation tasks.
     """
 
-    name: str
-    game: Callable[[Any, int], Environment]
-    train: tuple[Start, ...]
-    held_out: tuple[Start, ...]
     rewards: RewardWeights = ()
+
+    def __init__(
+        self, name: str, game: Callable[[Task, int], TextGame], train: Sequence[Start], held_out: Sequence[Start]
+    ) -> None:
+        self.name = name
+        self._game = game
+        self._tasks = {
+            split: tuple(self._task(start, f"{split}-{index}") for index, start in enumerate(starts))
+            for split, starts in (("train", train), ("eval", held_out))
+        }
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """One task for each start of a split; its prompt is the first observation."""
         check_split(split)
-        starts = self.train if split == "train" else self.held_out
-        return tuple(self._task(start, f"{split}-{index}") for index, start in enumerate(starts))
+        return self._tasks[split]
 
     def make(self, task: Task, seed: int, group_index: int) -> Environment:
         """The game from the task's start, whatever the seed."""
-        return self.game(task, seed)
+        return self._game(task, seed)
 
     def _task(self, start: Start, name: str) -> Task:
         columns = {"start": start}
-        first = self.game(Task("", columns, name), 0).reset()
-        return Task(cast(str, first), columns, name)
+        return Task(self._game(Task("", columns, name), 0).reset(), columns, name)

@@ -65,16 +65,15 @@ def _marked(text: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    r"""The inside of the last \boxed{...} whose braces close."""
-    head, found, tail = text.rpartition(r"\boxed{")
-    if not found:
-        return None
-    depth = 1
-    for index, character in enumerate(tail):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return tail[:index]
-    return _boxed(head)
+    r"""The inside of the last \boxed{...} that closes."""
+    inside = None
+    starts: list[int | None] = []  # for each open brace, where the inside of its box starts, or None
+    for brace in re.finditer(r"\\boxed\{|[{}]", text):
+        if brace[0] != "}":
+            starts.append(None if brace[0] == "{" else brace.end())
+        elif starts and (start := starts.pop()) is not None:
+            inside = text[start : brace.start()]
+    return inside
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

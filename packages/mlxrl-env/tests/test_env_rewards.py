@@ -1,0 +1,201 @@
+"""Reward functions: what they score, what they leave unscored, and how they are found."""
+
+from dataclasses import dataclass
+
+import mlxrl.env
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlxrl.env import (
+    StopReason,
+    answer_tag,
+    exact_match,
+    format_reward,
+    make_env,
+    numeric_match,
+    register_reward,
+    reward_function,
+    reward_names,
+)
+
+ANSWER_REWARDS = (exact_match, numeric_match, answer_tag)
+
+
+@dataclass(frozen=True)
+class Ended:
+    stop_reason: StopReason
+
+
+def score(function, completion, answer):
+    (reward,) = function(["?"], [completion], None, None, answer=[answer])
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("Paris", "Paris", 1.0),
+        (" Paris\n", "Paris ", 1.0),
+        ("paris", "Paris", 0.0),
+        ("Paris.", "Paris", 0.0),
+        ("4", 4, 1.0),
+        ("", "Paris", 0.0),
+    ],
+)
+def test_exact_match_compares_all_but_the_white_space_around(completion, answer, reward):
+    assert score(exact_match, completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("72.0", "72", 1.0),
+        (".5", "5", 0.0),
+        ("1/2", "0.5", 1.0),
+        ("0.3333", "1/3", 0.0),  # exact, not near
+        ("0.30000000000000004", 0.3, 0.0),
+        ("0.3", 0.3, 1.0),  # a float is meant as it is written
+        ("so it is 1,000", 1000, 1.0),
+        ("#### 18", "She has 9 a day. 9 * 2 = 18\n#### 18", 1.0),  # an answer that is a whole solution
+        ("50%", "50", 1.0),
+        ("50%", "0.5", 0.0),
+        ("-5", "5", 0.0),
+        ("", "0", 0.0),
+        ("none", "0", 0.0),
+        ("<answer></answer> 72", "72", 0.0),
+        ("9007199254740993", "9007199254740992", 0.0),  # equal as floats
+        ("1e999999999", "1", 0.0),
+    ],
+)
+def test_numeric_match_compares_exact_numbers(completion, answer, reward):
+    assert score(numeric_match, completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<answer>23</answer>", 1.0),
+        ("<think>7+5=12 12+8=20 20+3=23</think><answer>23</answer>", 1.0),
+        ("<answer>23</answer>\n", 1.0),
+        ("<answer>023</answer>", 1.0),
+        ("<answer>24</answer>", 0.0),
+        ("<answer>23</answer>.", 0.0),  # does not end with it
+        ("<answer>23</answer><answer>23</answer>", 0.0),  # two
+        ("<answer>22</answer><answer>23</answer>", 0.0),
+        ("<answer><answer>23</answer>", 0.0),
+        ("<answer>23", 0.0),
+        ("<answer>it is 23</answer>", 0.0),
+        ("<answer>20+3</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("The answer is 23.", 0.0),
+        ("23", 0.0),
+        ("", 0.0),
+        ("<answer>" + "9" * 5000 + "</answer>", 0.0),
+    ],
+)
+def test_answer_tag_wants_one_tag_at_the_end_with_the_right_number(completion, reward):
+    assert score(answer_tag, completion, "23") == reward
+
+
+def test_the_sums_of_the_arithmetic_suite_are_scored_by_answer_tag():
+    tasks = make_env("arithmetic", size=20).tasks("train")
+    answers = [task.columns["answer"] for task in tasks]
+    right = [f"<answer>{answer}</answer>" for answer in answers]
+    wrong = [f"<answer>{int(answer) + 1}</answer>" for answer in answers]
+    assert answer_tag(["?"] * 20, right, None, None, answer=answers) == [1.0] * 20
+    assert answer_tag(["?"] * 20, wrong, None, None, answer=answers) == [0.0] * 20
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>2+2</think><answer>4</answer>", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("\n<think>\n2+2\n</think>\n\n<answer>\n4\n</answer>\n", 1.0),
+        ("<answer>4</answer>", 0.0),
+        ("<answer>4</answer><think>2+2</think>", 0.0),
+        ("<think>2+2</think><answer>4</answer> done", 0.0),
+        ("So <think>2+2</think><answer>4</answer>", 0.0),
+        ("<think>a<think>b</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_wants_thinking_then_an_answer_and_nothing_else(completion, reward):
+    assert reward_function("format")(["?"], [completion], None, None) == [reward]
+
+
+def test_format_takes_another_pattern():
+    assert format_reward(r"\d+.")(["?"] * 3, ["42!", "42\n", "a42!"]) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("function", ANSWER_REWARDS)
+@pytest.mark.parametrize("answer", [None, "", "  "])
+def test_a_row_without_an_answer_is_not_scored(function, answer):
+    assert function(["?"] * 2, ["", "4"], None, None, answer=[answer, "5"]) == [None, 0.0]
+
+
+@pytest.mark.parametrize("function", [numeric_match, answer_tag])
+def test_an_answer_without_a_number_is_not_scored(function):
+    assert score(function, "4", "four") is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "reward"),
+    [(reason, 0.0 if reason in ("length", "context") else 1.0) for reason in StopReason],
+)
+def test_numeric_match_gives_a_truncated_trajectory_nothing(reason, reward):
+    assert numeric_match(["?"], ["72"], [[5]], [Ended(reason)], answer=["72"]) == [reward]
+
+
+@pytest.mark.parametrize("function", ANSWER_REWARDS)
+def test_the_answer_column_must_be_there_and_as_long_as_the_batch(function):
+    name = function.__name__
+    with pytest.raises(ValueError, match=rf"{name} needs the column 'answer' \(columns: final, level\)"):
+        function(["?"], ["4"], None, None, level=[1], final=["4"])
+    with pytest.raises(ValueError, match=f"{name} needs one answer for each completion, got 2 and 1"):
+        function(["?"], ["4"], None, None, answer=["4", "5"])
+
+
+@pytest.mark.parametrize("function", [*ANSWER_REWARDS, format_reward()])
+@given(
+    rows=st.lists(st.tuples(st.sampled_from(["4", "<answer>4</answer>", "", "5"]), st.sampled_from(["4", "5", None])))
+)
+def test_rows_are_scored_each_by_itself_whatever_other_columns_there_are(function, rows):
+    completions, answers = [completion for completion, _ in rows], [answer for _, answer in rows]
+    together = function(["?"] * len(rows), completions, None, None, answer=answers, level=[1] * len(rows))
+    assert together == [function(["?"], [c], None, None, answer=[a], level=[1])[0] for c, a in rows]
+    assert all(reward in (None, 0.0, 1.0) for reward in together)
+
+
+def test_the_shipped_names_are_found():
+    assert reward_names() == ("answer_tag", "exact_match", "format", "numeric_match")
+    assert reward_function("numeric_match") is numeric_match
+
+
+def test_a_function_in_a_users_file_is_found(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "n = 3\ndef length(prompts, completions, **_): return [len(c) for c in completions]"
+    )
+    length = reward_function(f"{tmp_path}/mine.py:length")
+    assert length(prompts=["?"], completions=["four"], completion_ids=None, trajectories=None) == [4]
+    with pytest.raises(TypeError, match="must be a function, got int"):
+        reward_function(f"{tmp_path}/mine.py:n")
+    with pytest.raises(ValueError, match=r"'lenght'; did you mean 'length'\?"):
+        reward_function(f"{tmp_path}/mine.py:lenght")
+
+
+def test_an_unknown_name_is_refused_with_the_alternatives():
+    with pytest.raises(ValueError, match=r"unknown reward 'numeric'; did you mean 'numeric_match'\? \(known: "):
+        reward_function("numeric")
+
+
+def test_a_registered_name_is_known_and_not_taken_twice():
+    register_reward("always", lambda prompts, completions, **columns: [1.0] * len(completions))
+    try:
+        assert reward_function("always")(["?"], ["a"]) == [1.0]
+        with pytest.raises(ValueError, match="name must be new and without a colon, got 'always'"):
+            register_reward("always", exact_match)
+    finally:
+        del mlxrl.env.rewards._REWARDS["always"]
