@@ -20,8 +20,9 @@ def problems(tasks):
 
 def test_a_task_asks_three_to_five_digits_and_knows_their_sum():
     for task in make_env("arithmetic").tasks("train"):
-        assert re.fullmatch(r"What is [1-9](\+[1-9]){2,4}\?", task.prompt)
-        assert task.columns == {"answer": str(sum(map(int, re.findall(r"\d", task.prompt)))), "question": task.prompt}
+        prompt = str(task.prompt)
+        assert re.fullmatch(r"What is [1-9](\+[1-9]){2,4}\?", prompt)
+        assert task.columns == {"answer": str(sum(map(int, re.findall(r"\d", prompt)))), "question": prompt}
 
 
 def test_a_known_sum_is_held_out_by_its_order_of_digits():
@@ -90,4 +91,4 @@ def test_all_held_out_sums_of_two_digits_can_be_asked_for():
 
 def test_a_split_that_is_none_is_refused():
     with pytest.raises(ValueError, match='split must be "train" or "eval", got \'test\''):
-        make_env("arithmetic").tasks("test")
+        make_env("arithmetic").tasks("test")  # pyright: ignore[reportArgumentType]

@@ -1,12 +1,13 @@
 """Which number a text answers with."""
 
+import time
 from decimal import Decimal
 from fractions import Fraction
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mlxrl.env import answer_number
+from mlxrl.env import answer_number, math_answer
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,13 @@ def test_any_text_is_read_without_an_error(text):
     assert number is None or isinstance(number, Fraction)
 
 
-@pytest.mark.parametrize("unit", ["1,", "9", "<answer>", "\\boxed{", "1 ", "^{", "\\frac{1}", "1/", "####"])
+@pytest.mark.parametrize(
+    "unit", ["1,", "9", " ", "<answer>", "\\boxed{", "1 ", "^{", "\\frac{1}", "1/", "####", "\\text{", "$"]
+)
 def test_a_long_completion_is_read_in_little_time(unit):
-    # 20,000 repetitions take far under a second when the time grows with the length, and minutes when it is squared
-    answer_number(unit * 20_000)
+    # 20,000 repetitions take a second at most where the time grows with the length, and many minutes where it grows
+    # with its square
+    begin = time.process_time()
+    answer_number("1" + unit * 20_000)
+    math_answer("1" + unit * 20_000)
+    assert time.process_time() - begin < 20

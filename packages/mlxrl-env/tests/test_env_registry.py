@@ -5,7 +5,7 @@ import sys
 
 import mlxrl.env
 import pytest
-from mlxrl.env import FactorySuite, KeyDoorEnv, Suite, env_names, make_env, register_env
+from mlxrl.env import FactorySuite, KeyDoorEnv, Suite, env_names, make_env, register_env, registry
 
 OWN = """
 from mlxrl.env import ArithmeticSuite, KeyDoorEnv
@@ -52,7 +52,7 @@ def test_a_factory_in_a_file_gets_whole_numbers_as_tasks(own, attribute):
     assert [task.id for task in suite.tasks("train")] == ["0", "1", "2"]
     assert [task.columns for task in suite.tasks("eval")] == [{"number": 3}, {"number": 4}]  # others than in training
     env = suite.make(suite.tasks("train")[2], 5, 1)
-    assert env.start == KeyDoorEnv(2, 5).start
+    assert env.reset() == KeyDoorEnv(2, 5).reset()
 
 
 def test_a_builder_in_a_file_gets_the_options(own):
@@ -131,7 +131,7 @@ def test_a_registered_name_is_known_and_not_taken_twice():
         with pytest.raises(ValueError, match="without a colon, got 'a:b'"):
             register_env("a:b", KeyDoorEnv)
     finally:
-        del mlxrl.env.registry._BUILDERS["two-doors"]
+        del registry._BUILDERS["two-doors"]
 
 
 def test_every_public_name_is_there_and_sorted():

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import mlxrl.env
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +11,15 @@ from mlxrl.env import (
     exact_match,
     format_reward,
     make_env,
+    math_match,
     numeric_match,
     register_reward,
     reward_function,
     reward_names,
+    rewards,
 )
 
-ANSWER_REWARDS = (exact_match, numeric_match, answer_tag)
+ANSWER_REWARDS = (exact_match, numeric_match, math_match, answer_tag)
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,39 @@ def test_numeric_match_compares_exact_numbers(completion, answer, reward):
 
 
 @pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"So it is \boxed{\frac{1}{2}}.", "0.5", 1.0),
+        (r"\boxed{\dfrac12}", r"A solution that ends in $\boxed{\frac{1}{2}}$.", 1.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        (r"\boxed{x = 5}", "5", 1.0),
+        (r"\boxed{5\text{ cm}}", "5", 1.0),
+        (r"\boxed{90^\circ}", "90", 1.0),
+        (r"\boxed{90^{\circ}}", "90", 1.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{\left( 1, 2 \right)}", "(1,2)", 1.0),
+        (r"\boxed{3\sqrt2}", r"3\sqrt{2}", 1.0),
+        (r"\boxed{\text{Evelyn}}", "Evelyn", 1.0),
+        (r"<answer>$x^2 + 1$</answer>", "x^2+1", 1.0),
+        ("x^2 + 1.", "x^2+1", 1.0),
+        (r"\boxed{(2,1)}", "(1,2)", 0.0),
+        (r"\boxed{x^2+1}", "x^2", 0.0),
+        (r"\boxed{2^{10}}", "10", 0.0),
+        (r"\boxed{2^{10}}", "2^{10}", 1.0),
+        (r"\boxed{5 or 6}", "6", 0.0),  # more than the number
+        (r"\boxed{2\sqrt{3}}", "3", 0.0),
+        (r"\boxed{evelyn}", "Evelyn", 0.0),
+        (r"\boxed{2(x+1)}", "2x+2", 0.0),  # equal in value, but not as written
+        (r"\boxed{} 5", "5", 0.0),
+        (r"\boxed{0.33}", r"\frac{1}{3}", 0.0),
+        ("", "5", 0.0),
+    ],
+)
+def test_math_match_compares_numbers_by_value_and_the_rest_as_written(completion, answer, reward):
+    assert score(math_match, completion, answer) == reward
+
+
+@pytest.mark.parametrize(
     ("completion", "reward"),
     [
         ("<answer>23</answer>", 1.0),
@@ -99,7 +133,7 @@ def test_answer_tag_wants_one_tag_at_the_end_with_the_right_number(completion, r
 
 def test_the_sums_of_the_arithmetic_suite_are_scored_by_answer_tag():
     tasks = make_env("arithmetic", size=20).tasks("train")
-    answers = [task.columns["answer"] for task in tasks]
+    answers = [str(task.columns["answer"]) for task in tasks]
     right = [f"<answer>{answer}</answer>" for answer in answers]
     wrong = [f"<answer>{int(answer) + 1}</answer>" for answer in answers]
     assert answer_tag(["?"] * 20, right, None, None, answer=answers) == [1.0] * 20
@@ -141,12 +175,14 @@ def test_an_answer_without_a_number_is_not_scored(function):
     assert score(function, "4", "four") is None
 
 
+@pytest.mark.parametrize("function", [numeric_match, math_match])
 @pytest.mark.parametrize(
     ("reason", "reward"),
     [(reason, 0.0 if reason in ("length", "context") else 1.0) for reason in StopReason],
 )
-def test_numeric_match_gives_a_truncated_trajectory_nothing(reason, reward):
-    assert numeric_match(["?"], ["72"], [[5]], [Ended(reason)], answer=["72"]) == [reward]
+def test_a_truncated_trajectory_gets_nothing(function, reason, reward):
+    assert function(["?"], ["72"], [[5]], [Ended(reason)], answer=["72"]) == [reward]
+    assert function(["?"], ["72"], [[5]], [Ended(reason)], answer=[None]) == [None]
 
 
 @pytest.mark.parametrize("function", ANSWER_REWARDS)
@@ -170,7 +206,7 @@ def test_rows_are_scored_each_by_itself_whatever_other_columns_there_are(functio
 
 
 def test_the_shipped_names_are_found():
-    assert reward_names() == ("answer_tag", "exact_match", "format", "numeric_match")
+    assert reward_names() == ("answer_tag", "exact_match", "format", "math_match", "numeric_match")
     assert reward_function("numeric_match") is numeric_match
 
 
@@ -198,4 +234,4 @@ def test_a_registered_name_is_known_and_not_taken_twice():
         with pytest.raises(ValueError, match="name must be new and without a colon, got 'always'"):
             register_reward("always", exact_match)
     finally:
-        del mlxrl.env.rewards._REWARDS["always"]
+        del rewards._REWARDS["always"]

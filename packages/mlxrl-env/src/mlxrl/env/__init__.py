@@ -12,6 +12,7 @@ from mlxrl.env.registry import FactorySuite, SuiteBuilder, env_names, make_env, 
 from mlxrl.env.rewards import RewardFunction, register_reward, reward_function, reward_names
 from mlxrl.env.rewards_answer import answer_tag, exact_match, numeric_match
 from mlxrl.env.rewards_format import format_reward
+from mlxrl.env.rewards_math import math_answer, math_match
 from mlxrl.env.single_turn import SingleTurnEnv
 from mlxrl.env.step import as_step_result
 from mlxrl.env.task import Message, Task, as_messages
@@ -45,6 +46,8 @@ __all__ = [
     "exact_match",
     "format_reward",
     "make_env",
+    "math_answer",
+    "math_match",
     "numeric_match",
     "register_env",
     "register_reward",

@@ -9,19 +9,19 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import ClassVar, cast
 
 from mlxrl.env.options import check_real, check_whole
-from mlxrl.env.protocol import Environment, RewardWeights, Split, StepResult, check_split
+from mlxrl.env.protocol import RewardWeights, Split, StepResult, check_split
 from mlxrl.env.task import Message, Task
 
 Start = tuple[int, ...]
 """The numbers that fix how an episode starts."""
 
-_ACTION = re.compile(r"<action>\s*([^<>]*?)\s*</action>", re.IGNORECASE)
+_ACTION = re.compile(r"<action>([^<>]*)</action>", re.IGNORECASE)
 
 
 def read_action(text: str) -> str:
     """The name inside the last <action>...</action> of a text, in small letters; empty where there is none."""
     names = _ACTION.findall(text)
-    return names[-1].lower() if names else ""
+    return names[-1].strip().lower() if names else ""
 
 
 class TextGame(ABC):
@@ -140,7 +140,7 @@ class GameSuite:
         check_split(split)
         return self._tasks[split]
 
-    def make(self, task: Task, seed: int, group_index: int) -> Environment:
+    def make(self, task: Task, seed: int, group_index: int) -> TextGame:
         """The game from the task's start, whatever the seed."""
         return self._game(task, seed)
 

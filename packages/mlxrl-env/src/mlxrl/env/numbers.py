@@ -46,14 +46,24 @@ def answer_number(text: str) -> Fraction | None:
     Returns:
         The exact number, or None where there is none, it is divided by zero, or it is absurdly long.
     """
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    numbers = [_value(match) for match in _NUMBER.finditer(_marked(text))]
+    numbers = [_value(match) for match in _NUMBER.finditer(marked_answer(_rewritten(text)))]
     return numbers[-1] if numbers else None
 
 
-def _marked(text: str) -> str:
-    """The part of a text that is marked as its answer, or the text where nothing is."""
+def whole_number(text: str) -> Fraction | None:
+    """The number that a whole text is, spelled as `answer_number` reads it; None where it is more or less than that."""
+    match = _NUMBER.fullmatch(_rewritten(text).strip())
+    return None if match is None else _value(match)
+
+
+def _rewritten(text: str) -> str:
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def marked_answer(text: str) -> str:
+    """The part of a text that is marked as its answer, or the whole text where nothing is; see `answer_number`."""
     if answers := _ANSWER.findall(text):
         return answers[-1]
     boxed = _boxed(text)

@@ -8,6 +8,7 @@ from typing import cast
 from mlxrl.env.names import is_reference, load_object, unknown
 from mlxrl.env.rewards_answer import answer_tag, exact_match, numeric_match
 from mlxrl.env.rewards_format import format_reward
+from mlxrl.env.rewards_math import math_match
 
 RewardFunction = Callable[..., list[float | None]]
 """function(prompts=, completions=, completion_ids=, trajectories=, **columns): scores a batch at once.
@@ -22,6 +23,7 @@ _REWARDS: dict[str, RewardFunction] = {
     "answer_tag": answer_tag,
     "exact_match": exact_match,
     "format": format_reward(),
+    "math_match": math_match,
     "numeric_match": numeric_match,
 }
 

@@ -12,9 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from mlxrl.env.numbers import answer_number
-from mlxrl.env.protocol import StopReason
-
-TRUNCATED = (StopReason.length, StopReason.context)
+from mlxrl.env.rewards_rows import answer_column, equal_rows
 
 
 def exact_match(
@@ -27,11 +25,8 @@ def exact_match(
     **columns: Any,
 ) -> list[float | None]:
     """1 where the completion is the answer, but for white space around it."""
-    expected = [_text(value) for value in _answers("exact_match", answer, completions, columns)]
-    return [
-        None if right is None else float(completion.strip() == right)
-        for completion, right in zip(completions, expected, strict=True)
-    ]
+    expected = [_text(value) for value in answer_column("exact_match", answer, completions, columns)]
+    return equal_rows([completion.strip() for completion in completions], expected, None)
 
 
 def numeric_match(
@@ -43,18 +38,12 @@ def numeric_match(
     answer: Sequence[Any] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""1 where the completion's number equals the answer's, as exact fractions; see `answer_number` for which it is.
+    """1 where the completion's number equals the answer's, as exact fractions; see `answer_number` for which it is.
 
     A trajectory that was truncated (stop reason length or context) gets 0: its last number is where it was cut.
     """
-    expected = [_number(value) for value in _answers("numeric_match", answer, completions, columns)]
-    whole = (
-        [True] * len(completions) if trajectories is None else [t.stop_reason not in TRUNCATED for t in trajectories]
-    )
-    return [
-        None if right is None else float(ended and answer_number(completion) == right)
-        for completion, right, ended in zip(completions, expected, whole, strict=True)
-    ]
+    expected = [_number(value) for value in answer_column("numeric_match", answer, completions, columns)]
+    return equal_rows([answer_number(completion) for completion in completions], expected, trajectories)
 
 
 def answer_tag(
@@ -67,11 +56,8 @@ def answer_tag(
     **columns: Any,
 ) -> list[float | None]:
     """1 where the completion has exactly one <answer>N</answer>, ends with it, and N equals the answer."""
-    expected = [_number(value) for value in _answers("answer_tag", answer, completions, columns)]
-    return [
-        None if right is None else float(_tagged(completion) == right)
-        for completion, right in zip(completions, expected, strict=True)
-    ]
+    expected = [_number(value) for value in answer_column("answer_tag", answer, completions, columns)]
+    return equal_rows([_tagged(completion) for completion in completions], expected, None)
 
 
 def _tagged(completion: str) -> Fraction | None:
@@ -79,17 +65,6 @@ def _tagged(completion: str) -> Fraction | None:
         return None
     found = re.search(r"<answer>(-?[0-9]{1,100}(?:\.[0-9]{1,100})?)</answer>\s*\Z", completion)
     return None if found is None else Fraction(found[1])
-
-
-def _answers(name: str, answer: Sequence[Any] | None, completions: Sequence[str], columns: Any) -> Sequence[Any]:
-    if answer is None:
-        raise ValueError(
-            f"{name} needs the column 'answer' (columns: {', '.join(sorted(columns)) or 'none'}); "
-            "name the dataset's with answer_column"
-        )
-    if len(answer) != len(completions):
-        raise ValueError(f"{name} needs one answer for each completion, got {len(answer)} and {len(completions)}")
-    return answer
 
 
 def _text(value: object) -> str | None:
