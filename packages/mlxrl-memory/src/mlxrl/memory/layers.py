@@ -1,0 +1,164 @@
+"""One block of a model as the memory model sees it: its linear layers, its cache, and what autodiff keeps of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mlxrl.memory.constants import (
+    CACHE_STEP,
+    DELTA_CHUNK,
+    FLOAT32_BYTES,
+    KEPT_CONV,
+    KEPT_DELTA_KEY,
+    KEPT_DELTA_VALUE,
+    KEPT_EXPERT_HIDDEN,
+    KEPT_FEED_FORWARD,
+    KEPT_GATE,
+    KEPT_HIDDEN,
+    KEPT_KV,
+    KEPT_QUERY,
+    KEPT_ROUTER,
+    KEPT_SCORES,
+    KEPT_STATES_UNROLLED,
+)
+
+Recurrence = Literal["unrolled", "fused"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer: `experts` matrices of `outputs x inputs`, of which a token passes `active`."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    experts: int = 1
+    active: int = 1
+    router: bool = False
+
+    @property
+    def weights(self) -> int:
+        """Elements of the matrices, biases left out."""
+        return self.experts * self.inputs * self.outputs
+
+    @property
+    def bias_weights(self) -> int:
+        """Elements of the bias vectors."""
+        return self.experts * self.outputs * self.bias
+
+    def lora_parameters(self, rank: int) -> int:
+        """Elements of the pair A `[inputs, rank]`, B `[rank, outputs]`, one pair per expert."""
+        return self.experts * rank * (self.inputs + self.outputs)
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A gated-delta (linear attention) mixer: head counts, head widths, and the causal convolution's kernel."""
+
+    value_heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels that pass the convolution: queries, keys, values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's recurrent state, float32 `[value_heads, value_dim, key_dim]`."""
+        return FLOAT32_BYTES * self.value_heads * self.value_dim * self.key_dim
+
+    def kept_bytes(self, dtype_bytes: int, recurrence: Recurrence) -> float:
+        """Bytes per token that autodiff keeps inside the mixer."""
+        repeated = 2 * self.value_heads * self.key_dim * (self.value_heads > self.key_heads)
+        elements = (
+            KEPT_CONV * self.conv_width
+            + KEPT_DELTA_KEY * self.key_width
+            + repeated
+            + KEPT_DELTA_VALUE * self.value_width
+        )
+        states = KEPT_STATES_UNROLLED if recurrence == "unrolled" else 1 / DELTA_CHUNK
+        return dtype_bytes * elements + states * self.state_bytes
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block.
+
+    `query_width` and `kv_width` are heads x head_dim (0 with a gated-delta mixer); `feed_forward_width` is what one
+    token passes (chosen experts and shared ones together); `other_parameters` are norms, convolutions and decay terms,
+    which are never quantised nor adapted; `window` bounds the cache of a sliding-window block.
+    """
+
+    hidden_size: int
+    linears: tuple[Linear, ...]
+    other_parameters: int
+    heads: int
+    query_width: int
+    kv_width: int
+    feed_forward_width: int
+    gated: bool = False
+    window: int | None = None
+    delta: GatedDelta | None = None
+
+    @property
+    def parameters(self) -> int:
+        """All elements of the block."""
+        return sum(x.weights + x.bias_weights for x in self.linears) + self.other_parameters
+
+    def cache_bytes(self, positions: int, dtype_bytes: int) -> int:
+        """Bytes of one row's cache: keys and values of `positions`, in whole steps, or the recurrent state."""
+        if self.delta is not None:
+            return self.delta.state_bytes + dtype_bytes * (self.delta.kernel - 1) * self.delta.conv_width
+        held = positions if self.window is None else min(positions, self.window)
+        return 2 * dtype_bytes * self.kv_width * -(-held // CACHE_STEP) * CACHE_STEP
+
+    def forward_bytes(self, context: int, dtype_bytes: int) -> float:
+        """Bytes per token live in a forward pass without gradients: at most what autodiff would keep, states aside."""
+        states = 0 if self.delta is None else self.delta.state_bytes / DELTA_CHUNK
+        return self.kept_bytes(context, dtype_bytes, "fused") - states
+
+    def kept_bytes(self, context: int, dtype_bytes: int, recurrence: Recurrence) -> float:
+        """Bytes per token that autodiff keeps of the block when no checkpoint drops them.
+
+        Args:
+            context: tokens of the longest row; training attention keeps one score per head and position.
+            dtype_bytes: bytes of an activation.
+            recurrence: how a gated-delta mixer runs in training.
+        """
+        chosen = max((x.active for x in self.linears if x.experts > 1), default=0)
+        elements = (
+            KEPT_HIDDEN * self.hidden_size
+            + (KEPT_QUERY + KEPT_GATE * self.gated) * self.query_width
+            + KEPT_KV * self.kv_width
+            + KEPT_FEED_FORWARD * self.feed_forward_width
+            + KEPT_EXPERT_HIDDEN * chosen * self.hidden_size
+        )
+        scores = 0 if self.delta is not None else KEPT_SCORES * self.heads * context * dtype_bytes
+        mixer = 0 if self.delta is None else self.delta.kept_bytes(dtype_bytes, recurrence)
+        router = sum(KEPT_ROUTER * FLOAT32_BYTES * x.outputs for x in self.linears if x.router)
+        return dtype_bytes * elements + scores + mixer + router + self._lora_inputs(dtype_bytes)
+
+    def _lora_inputs(self, dtype_bytes: int) -> int:
+        """Bytes per token of the inputs that the gradient of each A needs.
+
+        Float32 adapters on a 16-bit model make a float32 copy of the input at every linear layer; on a float32 model
+        the layers that read the same input share it.
+        """
+        if dtype_bytes < FLOAT32_BYTES:
+            return FLOAT32_BYTES * sum(x.active * x.inputs for x in self.linears)
+        mixed = self.query_width if self.delta is None else self.delta.value_width
+        return FLOAT32_BYTES * (2 * self.hidden_size + mixed + self.feed_forward_width)

@@ -1,0 +1,132 @@
+"""The shape of a model, read from its config.json: parameters, bytes of weights, and its blocks."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from mlxrl.memory.blocks import read_blocks
+from mlxrl.memory.families import FAMILIES, Family
+from mlxrl.memory.fields import Fields
+from mlxrl.memory.layers import Block, Linear
+from mlxrl.memory.quantization import Quantization
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the memory of a language model depends on; the text part alone, since a vision tower is not loaded.
+
+    Attributes:
+        model_type: as in config.json.
+        hidden_size: width of the residual stream.
+        vocab_size: rows of the embedding, columns of the logits.
+        blocks: the transformer blocks, first to last.
+        tied: whether the head is the embedding.
+        head_bias: whether the head has a bias (Phi).
+        final_norm: elements of the norm before the head.
+        dtype_bytes: bytes of an activation and of an element that is not quantised.
+        quantization: how linear layers and embeddings are packed; None for a plain 16 or 32-bit model.
+    """
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    blocks: tuple[Block, ...]
+    tied: bool
+    head_bias: bool
+    final_norm: int
+    dtype_bytes: int
+    quantization: Quantization | None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """Reads a config.json that has been parsed.
+
+        Dense models (Llama, Mistral, Qwen, Gemma, Phi), mixtures of experts, hybrids with gated-delta layers
+        (`text_config` nesting, `layer_types` or `full_attention_interval`), sliding windows, tied embeddings, and
+        `quantization`. An unknown `model_type` is counted as a Llama-like model and `known_family` is False.
+
+        Raises:
+            ValueError: a field is missing or of no use, or the model's attention is not counted yet.
+        """
+        fields = Fields(config)
+        if fields.get("kv_lora_rank") is not None:
+            raise ValueError(
+                f"config.json field 'kv_lora_rank' ({fields.get('kv_lora_rank')!r}, model_type {fields.model_type!r})"
+                " marks latent attention, which is not counted yet; measure a short run instead."
+            )
+        family = FAMILIES.get(fields.model_type, Family())
+        hidden = fields.number("hidden_size")
+        packed = fields.get("quantization")
+        if packed is not None and not isinstance(packed, Mapping):
+            raise ValueError(
+                f"config.json field 'quantization' must be an object with bits, got {packed!r}; correct it."
+            )
+        tied = fields.flag("tie_word_embeddings", family.tied)
+        return cls(
+            model_type=fields.model_type,
+            hidden_size=hidden,
+            vocab_size=fields.number("vocab_size"),
+            blocks=read_blocks(fields, family),
+            tied=tied,
+            head_bias=family.head_bias and not tied,
+            final_norm=hidden * (1 + family.norm_bias),
+            dtype_bytes=fields.dtype_bytes(),
+            quantization=Quantization.from_config(cast("Mapping[str, Any]", packed)) if packed else None,
+        )
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> "ModelShape":
+        """Reads a config.json, or the one inside a model's folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is not JSON, or lacks a field.
+        """
+        file = Path(path)
+        file = file / "config.json" if file.is_dir() else file
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"path must be a model's folder or its config.json, got {str(path)!r}; download it."
+            )
+        try:
+            config: Any = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} must hold JSON, but reading it failed ({error}); download it again.") from error
+        if not isinstance(config, Mapping):
+            raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}; download it again.")
+        return cls.from_config(cast("Mapping[str, Any]", config))
+
+    @property
+    def known_family(self) -> bool:
+        """Whether the biases and norms of this `model_type` are known rather than guessed."""
+        return self.model_type in FAMILIES
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights; a tied head counts once."""
+        tables = sum(table.weights + table.bias_weights for table in self._tables())
+        return tables + sum(block.parameters for block in self.blocks) + self.final_norm
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights: packed values, scales and biases of quantised matrices, the rest in the dtype."""
+        matrices = [(table, table.name) for table in self._tables()]
+        matrices += [(x, f"{index}.{x.name}") for index, block in enumerate(self.blocks) for x in block.linears]
+        plain = self.parameters - sum(linear.weights for linear, _ in matrices)
+        return plain * self.dtype_bytes + sum(self._matrix_bytes(linear, path) for linear, path in matrices)
+
+    def lora_parameters(self, rank: int) -> int:
+        """Elements of LoRA pairs of this rank on every linear layer of every block."""
+        return sum(linear.lora_parameters(rank) for block in self.blocks for linear in block.linears)
+
+    def _tables(self) -> tuple[Linear, ...]:
+        embedding = Linear("embed_tokens", self.hidden_size, self.vocab_size)
+        head = Linear("lm_head", self.hidden_size, self.vocab_size, self.head_bias)
+        return (embedding,) if self.tied else (embedding, head)
+
+    def _matrix_bytes(self, linear: Linear, path: str) -> int:
+        if self.quantization is None:
+            return self.dtype_bytes * linear.weights
+        return self.quantization.bytes_of(linear, path, self.dtype_bytes)

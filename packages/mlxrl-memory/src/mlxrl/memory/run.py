@@ -1,0 +1,95 @@
+"""The shape of a training run: how many rows of how many tokens, in which portions."""
+
+from dataclasses import dataclass, fields
+
+from mlxrl.memory.constants import HEAD_CHUNK_LOGITS
+from mlxrl.memory.layers import Recurrence
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """What the memory of a run depends on besides the model.
+
+    Attributes:
+        max_prompt_len: tokens of the longest prompt.
+        max_completion_len: tokens of the longest answer of one turn.
+        group_size: rows per prompt.
+        groups_per_step: prompts per optimizer step.
+        max_turns: answers in one row.
+        max_observation_len: tokens of the longest observation between two answers.
+        rollout_width: rows decoded at once; None for all of a step.
+        micro_batch_size: most rows in one backward pass; None for no cap.
+        max_tokens_per_micro_batch: most tokens in one backward pass, though one row always fits; None for no cap.
+        gradient_checkpointing: whether each block is recomputed in the backward pass.
+        lora_rank: rank of the adapters, which sit on every linear layer of every block.
+        optimizer_states: float32 values the optimizer keeps per adapter element (Adam: 2).
+        has_reference: whether a reference forward runs (kl_beta > 0): the same weights with the adapter off.
+        score_chunk: positions whose logits exist at once; None for as many as give 2**26 logits.
+        recurrence: how gated-delta layers run in training: "unrolled" is mlx-lm's loop, which keeps two recurrent
+            states a token; "fused" is a chunked kernel. Without such layers it means nothing.
+    """
+
+    max_prompt_len: int
+    max_completion_len: int
+    group_size: int = 8
+    groups_per_step: int = 1
+    max_turns: int = 1
+    max_observation_len: int = 0
+    rollout_width: int | None = None
+    micro_batch_size: int | None = None
+    max_tokens_per_micro_batch: int | None = None
+    gradient_checkpointing: bool = True
+    lora_rank: int = 16
+    optimizer_states: int = 2
+    has_reference: bool = False
+    score_chunk: int | None = None
+    recurrence: Recurrence = "unrolled"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value: object = getattr(self, field.name)
+            if field.name == "recurrence":
+                if value not in ("unrolled", "fused"):
+                    raise ValueError(f"recurrence must be 'unrolled' or 'fused', got {value!r}; choose one.")
+            elif field.type is bool:
+                if not isinstance(value, bool):
+                    raise ValueError(f"{field.name} must be True or False, got {value!r}; choose one.")
+            elif value is not None or field.default is not None:
+                least = 0 if field.name in ("max_observation_len", "optimizer_states") else 1
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise ValueError(
+                        f"{field.name} must be a whole number of at least {least}, got {value!r}; raise it."
+                    )
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of the longest row: prompt + turns * completion + (turns - 1) * observation."""
+        return (
+            self.max_prompt_len
+            + self.max_turns * self.max_completion_len
+            + (self.max_turns - 1) * self.max_observation_len
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of one optimizer step."""
+        return self.group_size * self.groups_per_step
+
+    @property
+    def width(self) -> int:
+        """Rows decoded at once."""
+        return self.rows if self.rollout_width is None else min(self.rows, self.rollout_width)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens in one backward pass: shorter rows may fill the budget, and one full row always fits."""
+        rows = self.rows if self.micro_batch_size is None else min(self.rows, self.micro_batch_size)
+        tokens = rows * self.sequence_length
+        if self.max_tokens_per_micro_batch is not None:
+            tokens = min(tokens, self.max_tokens_per_micro_batch)
+        return max(self.sequence_length, tokens)
+
+    def head_positions(self, vocab_size: int) -> int:
+        """Positions whose logits exist at once in the update."""
+        chunk = max(1, HEAD_CHUNK_LOGITS // vocab_size) if self.score_chunk is None else self.score_chunk
+        return min(chunk, self.micro_batch_tokens)
