@@ -35,7 +35,9 @@ def keep(array: mx.array, mask: mx.array) -> mx.array:
 
 def clamped_exp(array: mx.array) -> mx.array:
     """Return exp(clip(x, -20, 20)), finite with a finite gradient for every finite x."""
-    return mx.exp(mx.clip(array, -EXP_LIMIT, EXP_LIMIT))
+    clipped = mx.clip(array, -EXP_LIMIT, EXP_LIMIT)
+    # MLX rounds exp through float32 even for float64 (0.32.4); expm1 keeps the precision that finite differences need.
+    return mx.expm1(clipped) + 1 if clipped.dtype == mx.float64 else mx.exp(clipped)
 
 
 def row_mean(array: mx.array, mask: mx.array) -> mx.array:

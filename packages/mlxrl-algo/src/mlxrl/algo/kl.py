@@ -3,7 +3,7 @@
 from typing import Literal
 
 import mlx.core as mx
-from mlxrl.algo._arrays import clamped_exp, keep, promote
+from mlxrl.algo._arrays import EXP_LIMIT, keep, promote
 from mlxrl.algo._checks import check_shape
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -54,7 +54,7 @@ def kl_k3(logp: mx.array, ref: mx.array) -> mx.array:
         [B, T], nats.
     """
     d = kl_k1(logp, ref)
-    return clamped_exp(-d) + d - 1
+    return mx.expm1(mx.clip(-d, -EXP_LIMIT, EXP_LIMIT)) + d  # expm1: no cancellation near D = 0
 
 
 _ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

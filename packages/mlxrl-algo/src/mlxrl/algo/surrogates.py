@@ -61,10 +61,11 @@ def clipped_surrogate(
     Returns:
         [B, T]; the gradient is exactly 0 where `is_clipped` holds.
     """
-    # The minimum takes the bound exactly where is_clipped holds: 1 + clip_high if A > 0, 1 - clip_low if A < 0.
-    upper, lower = 1 + (clip_high or 0.0), 1 - (clip_low or 0.0)
-    bound = mx.where(advantages > 0, upper, lower)
-    bounded = mx.where(is_clipped(ratio, advantages, clip_low, clip_high), bound, ratio)
+    bounded = ratio
+    if clip_high is not None:
+        bounded = mx.where((advantages > 0) & (ratio > 1 + clip_high), 1 + clip_high, bounded)
+    if clip_low is not None:
+        bounded = mx.where((advantages < 0) & (ratio < 1 - clip_low), 1 - clip_low, bounded)
     return -bounded * advantages
 
 
@@ -103,8 +104,11 @@ def sapo_surrogate(
     Returns:
         [B, T].
     """
-    tau = mx.where(advantages > 0, tau_positive, tau_negative)
-    return -4 / tau * mx.sigmoid(tau * (ratio - 1)) * advantages
+
+    def gate(tau: float) -> mx.array:
+        return (2 / tau) * (1 + mx.tanh(tau * (ratio - 1) / 2))  # (4 / tau) sigmoid, exact in float64 too
+
+    return -mx.where(advantages > 0, gate(tau_positive), gate(tau_negative)) * advantages
 
 
 def gmpo_surrogate(
