@@ -2,9 +2,10 @@
 
 from mlxrl.policy import _platform  # noqa: F401  (first: it explains a missing MLX)
 from mlxrl.policy.adapters import adapter_parameters, load_adapter, save_adapter
+from mlxrl.policy.checkpointing import checkpoint_blocks
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head
-from mlxrl.policy.load import find_model, load_policy_with_lora
+from mlxrl.policy.load import find_model, load_policy_with_lora, read_config
 from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapters_disabled, dropout_active
 from mlxrl.policy.score import Scores, score
 
@@ -15,10 +16,12 @@ __all__ = [
     "Scores",
     "adapter_parameters",
     "adapters_disabled",
+    "checkpoint_blocks",
     "dropout_active",
     "find_model",
     "load_adapter",
     "load_policy_with_lora",
+    "read_config",
     "save_adapter",
     "score",
     "split_head",

@@ -11,14 +11,23 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
-def checkpoint_blocks(model: nn.Module) -> None:
-    """Make every block of `model.layers` recompute its activations in the backward pass; twice is once."""
+def checkpoint_blocks(model: nn.Module, *, enabled: bool = True) -> None:
+    """Make every block of `model.layers` recompute its activations in the backward pass, or keep them again.
+
+    Args:
+        model: an mlx-lm model; changed in place.
+        enabled: recompute (True) or keep (False); asking twice is asking once.
+    """
     for block in model.layers:
-        if not getattr(type(block), "_recomputes", False):
-            block.__class__ = _recomputing(type(block))
+        kind = type(block)
+        if enabled and kind not in _plain_classes:
+            block.__class__ = _recomputing(kind)
+        elif not enabled and kind in _plain_classes:
+            block.__class__ = _plain_classes[kind]
 
 
 _subclasses: dict[type, type] = {}
+_plain_classes: dict[type, type] = {}
 
 
 def _recomputing(block_class: type) -> type:
@@ -40,8 +49,8 @@ def _recomputing(block_class: type) -> type:
             mx.random.state[0], key = mx.random.split(mx.random.state[0])
             return mx.checkpoint(run)(self.trainable_parameters(), key, *args, **kwargs)
 
-        name = f"Recomputing{block_class.__name__}"
-        _subclasses[block_class] = type(name, (block_class,), {"__call__": call, "_recomputes": True})
+        subclass = type(f"Recomputing{block_class.__name__}", (block_class,), {"__call__": call})
+        _subclasses[block_class], _plain_classes[subclass] = subclass, block_class
     return _subclasses[block_class]
 
 

@@ -1,0 +1,135 @@
+"""[algorithm]: from config fields to an algorithm of the registry, by name and options alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from mlxrl.algo import Algorithm, KLEstimator, algorithm_class, algorithm_options, make_algorithm
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from mlxrl.train.config import TrainConfig
+
+# Fields that belong to one algorithm: its name, and its option's own name.
+OWNED = {
+    "gspo_importance": ("gspo", "importance"),
+    "drgrpo_normalize_rewards": ("dr-grpo", "normalize"),
+    "drgrpo_loss_reduction": ("dr-grpo", "reduction"),
+    "drgrpo_max_tokens": ("dr-grpo", "max_tokens"),
+    "gigpo_omega": ("gigpo", "omega"),
+    "gigpo_gamma": ("gigpo", "gamma"),
+    "gigpo_normalization": ("gigpo", "normalization"),
+}
+# Fields that several algorithms share under the same name.
+SHARED = ("clip_low", "clip_high", "reduction", "advantage", "ddof")
+# What clips an algorithm without clips of its own gets once a batch is used more than once.
+REUSE_CLIP = 0.2
+
+
+class AlgorithmConfig(BaseModel):
+    """[algorithm]: the objective."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    name: str = "grpo"
+    """A name of `mlxrl.algo.algorithm_names()`; case, - and _ do not count."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Lower clip of the ratio, as a distance from 1; by default the algorithm's own."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Upper clip of the ratio, as a distance from 1; by default the algorithm's own."""
+    reduction: Literal["token_mean", "sequence_mean", "sequence_sum"] | None = None
+    """How token losses become one loss; by default the algorithm's own."""
+    advantage: Literal["standardised", "centred", "leave_one_out", "maxrl", "gdpo"] | None = None
+    """How rewards become advantages, where the algorithm leaves the choice."""
+    ddof: Literal[0, 1] | None = None
+    """Degrees of freedom taken from the group's standard deviation."""
+    kl_estimator: KLEstimator | None = None
+    """Estimator of the KL term in the loss; by default the algorithm's own."""
+    kl_placement: Literal["loss", "reward"] | None = None
+    """Where the KL term acts; by default the algorithm's own."""
+    mask_truncated: bool = False
+    """Keep truncated trajectories in the baseline but out of the loss."""
+    gspo_importance: Literal["sequence", "token"] | None = None
+    """gspo: one ratio a sequence, or a sequence's ratio with token gradients."""
+    drgrpo_normalize_rewards: bool | None = None
+    """dr-grpo: divide by the group's standard deviation after all."""
+    drgrpo_loss_reduction: Literal["sequence_max_tokens", "token_mean"] | None = None
+    """dr-grpo: divide by a constant length, or by the batch's tokens."""
+    drgrpo_max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """dr-grpo: the constant length; by default max_turns * max_completion_len."""
+    gigpo_omega: Annotated[float, Field(ge=0)] | None = None
+    """gigpo: weight of the step advantage."""
+    gigpo_gamma: Annotated[float, Field(ge=0, le=1)] | None = None
+    """gigpo: discount of the return to go."""
+    gigpo_normalization: Literal["std", "center"] | None = None
+    """gigpo: divide by the group's standard deviation, or not."""
+
+
+def build_algorithm(config: TrainConfig) -> Algorithm:
+    """The algorithm that a config describes.
+
+    Raises:
+        ValueError: the name is unknown, or an option does not belong to the algorithm or is out of its range.
+    """
+    section = config.algorithm
+    cls = algorithm_class(section.name)
+    known = algorithm_options(section.name)
+    options: dict[str, Any] = {}
+    for field, (owner, option) in OWNED.items():
+        value = getattr(section, field)
+        if value is None:
+            continue
+        if algorithm_class(owner) is not cls:
+            raise ValueError(f"algorithm.{field} = {value!r} belongs to {owner}, not to {cls.name}; leave it out")
+        options[option] = value
+    for field in SHARED:
+        value = getattr(section, field)
+        if value is None:
+            continue
+        if field not in known:
+            raise ValueError(
+                f"algorithm.{field} = {value!r} has no effect on {cls.name}, which has no {field}; leave it out"
+            )
+        options[field] = value
+    if config.update.updates_per_batch * config.update.minibatches > 1 and {"clip_low", "clip_high"} <= known.keys():
+        for side in ("clip_low", "clip_high"):
+            if known[side] is None:
+                options.setdefault(side, REUSE_CLIP)
+    if config.kl_beta and kl_in_reward(config):
+        if "reward_beta" not in known:
+            raise ValueError(f"algorithm.kl_placement = 'reward' is not for {cls.name}; set 'loss' or leave it out")
+        options["reward_beta"] = config.kl_beta
+    algorithm = make_algorithm(section.name, **options)
+    if algorithm.reduction.name == "sequence_max_tokens" and algorithm.reduction.max_tokens is None:
+        length = (config.max_turns or 1) * config.max_completion_len
+        algorithm = make_algorithm(section.name, **options, max_tokens=length)
+    return algorithm
+
+
+def kl_in_reward(config: TrainConfig) -> bool:
+    """Whether the KL is charged inside the reward rather than added to the loss."""
+    placement = config.algorithm.kl_placement or getattr(algorithm_class(config.algorithm.name), "kl_placement", "loss")
+    return placement == "reward"
+
+
+def check_algorithm(config: TrainConfig) -> None:
+    """Refuse what the algorithm cannot do.
+
+    Raises:
+        ValueError: see `build_algorithm`; or the group is too small for the algorithm's baseline.
+    """
+    algorithm = build_algorithm(config)
+    if config.group_size < algorithm.minimum_group_size:
+        raise ValueError(
+            f"group_size = {config.group_size} is too small for {algorithm.name}, whose baseline needs "
+            f"{algorithm.minimum_group_size}; raise it"
+        )
+    if config.algorithm.kl_placement and not config.kl_beta:
+        raise ValueError(f"algorithm.kl_placement = {config.algorithm.kl_placement!r} needs kl_beta above 0; set it")
+    if config.algorithm.kl_estimator and (not config.kl_beta or kl_in_reward(config)):
+        raise ValueError(
+            f"algorithm.kl_estimator = {config.algorithm.kl_estimator!r} acts on a KL in the loss only; "
+            "set kl_beta above 0 and kl_placement = 'loss'"
+        )

@@ -1,0 +1,240 @@
+"""From trajectories to the one batch type.
+
+The policy reads *segments* (rows of token ids, as the model saw them); losses see *trajectories*: row i of every
+`[B, T]` array holds the trained tokens of trajectory i, those with a role, over all its segments in order, padded on
+the right.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlxrl.algo import Algorithm, AlgorithmBatch, echo_weights, mask_truncated, reduction_weights
+from mlxrl.policy import adapters_disabled
+from mlxrl.rollout import Role, Segment, Trajectory
+from mlxrl.train.scoring import score_trajectories
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """Trajectories with everything their loss needs; all weights come from the whole batch.
+
+    Args:
+        segments: per trajectory, its segments.
+        view: what the algorithm sees: rewards, groups, roles, log-probs.
+        advantages: float32 `[B, T]`.
+        weights: float32 `[B, T]`; the policy loss is `sum(weights * token_loss)`.
+        echo_weights: float32 `[B, T]`; the world-model loss is `-sum(echo_weights * logprob)`.
+        temperature: sampling temperature the log-probs are taken at.
+    """
+
+    segments: tuple[tuple[Segment, ...], ...]
+    view: AlgorithmBatch
+    advantages: mx.array
+    weights: mx.array
+    echo_weights: mx.array
+    temperature: float
+
+    @property
+    def size(self) -> int:
+        """Number of trajectories, B."""
+        return len(self.segments)
+
+    def optimizer_batch(self, rows: Sequence[int], algorithm: Algorithm) -> "TrainBatch":
+        """The batch of some trajectories, with weights of its own: one optimizer step's share of a rollout batch.
+
+        Args:
+            rows: indices of the trajectories.
+            algorithm: whose reduction weighs the tokens.
+        """
+        view = self.view.take(rows)
+        return replace(
+            self,
+            segments=tuple(self.segments[row] for row in rows),
+            view=view,
+            advantages=self.advantages[mx.array(list(rows), dtype=mx.int32)],
+            weights=_weights(algorithm, view),
+            echo_weights=echo_weights(view.echo_mask, view.counted),
+        )
+
+
+def make_batch(
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    algorithm: Algorithm,
+    *,
+    rewards: Sequence[Sequence[float | None]],
+    reward_weights: Sequence[float],
+    temperature: float = 1.0,
+    reference: bool = False,
+    old: bool = False,
+    mask_truncated_rows: bool = False,
+    pad_token_id: int = 0,
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+) -> TrainBatch:
+    """Lay out trajectories, score them where the algorithm needs it, and take advantages and weights.
+
+    Args:
+        model: the policy.
+        trajectories: B trajectories; failed ones stay out of baseline and loss.
+        algorithm: the objective.
+        rewards: `[B][K]`, a reward per reward function; None abstains.
+        reward_weights: `[K]`.
+        temperature: sampling temperature.
+        reference: score the tokens under the base model, for a KL term.
+        old: score the tokens under the current policy now, for a batch that will be used more than once.
+        mask_truncated_rows: keep truncated trajectories in the baseline but out of the loss.
+        pad_token_id: id that fills rows.
+        max_tokens: padded tokens of one forward pass.
+        max_rows: rows of one forward pass.
+
+    Returns:
+        The batch.
+    """
+    segments = tuple(trajectory.segments for trajectory in trajectories)
+    truncated = [trajectory.truncated for trajectory in trajectories]
+    roles_B_T = _padded([_trained(parts, "roles") for parts in segments], np.int32)
+    if mask_truncated_rows:
+        roles_B_T = mask_truncated(roles_B_T, truncated)
+    view = AlgorithmBatch(
+        rewards=rewards,
+        reward_weights=reward_weights,
+        group_ids=[trajectory.group_id for trajectory in trajectories],
+        roles=roles_B_T,
+        turns=_padded([_trained(parts, "turns") for parts in segments], np.int32),
+        turn_rewards=[[turn.reward for turn in trajectory.turns] for trajectory in trajectories],
+        state_ids=[[turn.state_id for turn in trajectory.turns] for trajectory in trajectories],
+        valid=[not trajectory.failed for trajectory in trajectories],
+        truncated=truncated,
+        sampler_logprobs=_padded([_trained(parts, "sampler_logprobs") for parts in segments], np.float32),
+    )
+
+    def logprobs() -> mx.array:
+        limits = {"pad_token_id": pad_token_id, "max_tokens": max_tokens, "max_rows": max_rows}
+        return score_trajectories(model, segments, roles_B_T, temperature=temperature, **limits)
+
+    if old or "old" in algorithm.needs_logprobs:
+        view = replace(view, old_logprobs=logprobs())
+    if reference or "reference" in algorithm.needs_logprobs:
+        with adapters_disabled(model):
+            view = replace(view, reference_logprobs=logprobs())
+    return TrainBatch(
+        segments=segments,
+        view=view,
+        advantages=algorithm.advantages(view),
+        weights=_weights(algorithm, view),
+        echo_weights=echo_weights(view.echo_mask, view.counted),
+        temperature=temperature,
+    )
+
+
+def batch_from_trajectories(
+    *,
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    group_size: int,
+    pad_token_id: int,
+    algorithm: Algorithm,
+    compute_reference: bool = False,
+    temperature: float = 1.0,
+    **options: Any,
+) -> TrainBatch:
+    """The batch of episodes that carry their own rewards.
+
+    Args:
+        model: the policy.
+        trajectories: from `generate_agentic_trajectories`; a `reward` set on one takes the place of its return.
+        group_size: trajectories a group.
+        pad_token_id: id that fills rows.
+        algorithm: the objective.
+        compute_reference: score the tokens under the base model, for a KL term.
+        temperature: the sampling temperature.
+        **options: further arguments of `make_batch`.
+
+    Raises:
+        ValueError: a group does not have group_size members.
+    """
+    rewards = [t.environment_return if t.reward is None else t.reward for t in trajectories]
+    return batch_from_rollouts(
+        model=model,
+        completions=trajectories,
+        rewards=rewards,
+        group_size=group_size,
+        pad_token_id=pad_token_id,
+        algorithm=algorithm,
+        compute_reference=compute_reference,
+        temperature=temperature,
+        **options,
+    )
+
+
+def batch_from_rollouts(
+    *,
+    model: nn.Module,
+    completions: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    group_size: int,
+    pad_token_id: int,
+    algorithm: Algorithm,
+    compute_reference: bool = False,
+    temperature: float = 1.0,
+    **options: Any,
+) -> TrainBatch:
+    """The batch of completions and a reward each.
+
+    Args:
+        model: the policy.
+        completions: from `generate_groups`.
+        rewards: one a completion; None abstains.
+        group_size: completions a group.
+        pad_token_id: id that fills rows.
+        algorithm: the objective.
+        compute_reference: score the tokens under the base model, for a KL term.
+        temperature: the sampling temperature.
+        **options: further arguments of `make_batch`.
+
+    Raises:
+        ValueError: rewards and completions differ in number, or a group does not have group_size members.
+    """
+    if len(rewards) != len(completions):
+        raise ValueError(f"rewards must have one entry a completion, got {len(rewards)} for {len(completions)}.")
+    sizes: dict[int, int] = {}
+    for completion in completions:
+        sizes[completion.group_id] = sizes.get(completion.group_id, 0) + 1
+    if wrong := {group: size for group, size in sizes.items() if size != group_size}:
+        group, size = next(iter(wrong.items()))
+        raise ValueError(f"every group must have group_size = {group_size} trajectories, group {group} has {size}.")
+    return make_batch(
+        model,
+        completions,
+        algorithm,
+        rewards=[[reward] for reward in rewards],
+        reward_weights=[1.0],
+        reference=compute_reference,
+        temperature=temperature,
+        pad_token_id=pad_token_id,
+        **options,
+    )
+
+
+def _weights(algorithm: Algorithm, view: AlgorithmBatch) -> mx.array:
+    return reduction_weights(algorithm.reduction, view.roles, view.turns, view.counted)
+
+
+def _trained(segments: Sequence[Segment], name: str) -> npt.NDArray[Any]:
+    """One array of the segments at the tokens that have a role, end to end."""
+    parts = [getattr(segment, name)[segment.roles != Role.MASKED] for segment in segments]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _padded(rows: Sequence[npt.NDArray[Any]], dtype: type) -> mx.array:
+    width = max([1, *(len(row) for row in rows)])
+    padded = np.zeros((len(rows), width), dtype=dtype)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return mx.array(padded)

@@ -1,0 +1,245 @@
+"""The configuration of a run: every field takes effect or is an error.
+
+The config is data: `mlxrl.train.config_file` reads it from TOML, and `mlxrl.train.algorithms` turns its algorithm
+section into an algorithm.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from mlxrl.algo import KLEstimator
+from mlxrl.train.algorithms import AlgorithmConfig, check_algorithm
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+STRICT = ConfigDict(
+    extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+)
+
+
+class Section(BaseModel):
+    """A table of the config: unknown keys, wrong types, NaN and infinities are refused."""
+
+    model_config = STRICT
+
+
+class OptimizerConfig(Section):
+    """[optimizer]: how gradients become steps."""
+
+    name: Literal["adam", "adamw"] = "adamw"
+    """Optimizer, by its name in mlx.optimizers."""
+    learning_rate: Annotated[float, Field(gt=0)] = 5e-5
+    """Learning rate after warm-up; LoRA takes about ten times that of full training."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay of Adam's two moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay of adamw."""
+    bias_correction: bool = True
+    """Correct the moments' start at zero; without it the first steps are several times too large or too small."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up, down to end_learning_rate at the last step."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises linearly to its value."""
+    end_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate of the last step under the linear and cosine schedules."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.weight_decay and self.name == "adam":
+            raise ValueError(f"weight_decay = {self.weight_decay} has no effect on adam; set name = 'adamw'")
+        if self.end_learning_rate and self.schedule == "constant":
+            raise ValueError(
+                f"end_learning_rate = {self.end_learning_rate} has no effect on a constant schedule; "
+                "set schedule = 'linear' or 'cosine'"
+            )
+        return self
+
+
+class SamplingSection(Section):
+    """[sampling]: how rollouts draw tokens."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Logits are divided by it, in sampling and in scoring alike."""
+    top_p: Fraction = 1.0
+    """Nucleus sampling; 1 keeps every token. Below 1 the sampler is not the policy that is trained."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Drop tokens less likely than min_p times the most likely one; 0 keeps every token."""
+    top_k: NonNegative = 0
+    """Keep the k most likely tokens; 0 keeps every token."""
+
+
+class UpdateConfig(Section):
+    """[update]: how a batch of trajectories becomes optimizer steps."""
+
+    updates_per_batch: Positive = 1
+    """Passes over each batch; from the second on, ratios differ from 1 and clips act."""
+    minibatches: Positive = 1
+    """Optimizer steps a pass, each on its share of the trajectories."""
+    max_tokens_per_micro_batch: Positive = 16384
+    """Padded tokens that one forward and backward pass may hold; bounds memory, changes no result."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip the gradient to this global norm; leave out `max_grad_norm` for 1.0."""
+
+
+class RolloutConfig(Section):
+    """[rollout]: how episodes are generated."""
+
+    width: Positive = 64
+    """Most rows that decode at once."""
+    context: Literal["transcript", "turn"] = "transcript"
+    """What a later turn sees: the whole transcript, or its observation alone."""
+
+
+class DataConfig(Section):
+    """[data]: a file of tasks, for env_name = "jsonl"."""
+
+    path: str
+    """File of JSON lines, one task each."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt: text, or a list of chat messages."""
+    answer_column: str = "answer"
+    """Column that rewards read as `answer`."""
+    eval_path: str | None = None
+    """Second file, whose rows are held out for evaluation."""
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Instead of a second file, the share of the rows that is held out."""
+
+
+class RewardConfig(Section):
+    """[[rewards]]: one reward function."""
+
+    name: str
+    """A built-in name, path/to/file.py:function, or package.module:function."""
+    weight: float = 1.0
+    """Factor of the function in the total reward."""
+
+
+class EvalConfig(Section):
+    """[eval]: held-out evaluation before, during and after training."""
+
+    tasks: NonNegative = 0
+    """Held-out tasks an evaluation plays, once each; 0 evaluates nothing."""
+    every: NonNegative = 0
+    """Evaluate every so many steps as well; 0 only before and after."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature of evaluations; 0 is greedy."""
+
+
+class CheckpointConfig(Section):
+    """[checkpoint]: what is kept of a run."""
+
+    every: NonNegative = 50
+    """Save every so many steps, and after the last; 0 only after the last."""
+    keep: Positive = 3
+    """Newest checkpoints that stay on disk."""
+
+
+class TrainConfig(Section):
+    """A run."""
+
+    model_id: str
+    """Folder of a model in mlx-lm format, or its name on the hub."""
+    env_name: str = "arithmetic"
+    """What is learned: a built-in environment, path/to/file.py:factory, or package.module:factory."""
+    steps: Positive = 100
+    """Optimizer batches to train on."""
+    group_size: Positive = 8
+    """Samples of each task, compared with one another."""
+    groups_per_step: Positive = 8
+    """Tasks a step."""
+    seed: NonNegative = 0
+    """Seed of everything random: adapter, order of tasks, sampling, dropout."""
+    output: str | None = None
+    """Run folder; without one, the first free runs/ENVIRONMENT-ALGORITHM-NUMBER. A name that ends in .npz saves the
+    last batch under it and makes the folder the name without the ending."""
+
+    max_prompt_len: Positive = 512
+    """Most tokens of a prompt; longer ones are left out and counted, never cut."""
+    max_completion_len: Positive = 256
+    """Most tokens of an action: of the whole completion in a single turn, of each turn otherwise."""
+    max_turns: Positive | None = None
+    """Most turns of an episode, if the environment allows more."""
+    max_observation_len: Positive | None = None
+    """Most tokens of a later observation; the rest is cut and counted."""
+    rollout_mode: Literal["parallel_per_turn", "sequential"] = "parallel_per_turn"
+    """Decode many rows at once, or one at a time for the least memory."""
+    use_chat_template: bool | None = None
+    """Render prompts with the tokenizer's chat template; by default where it has one."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template, for example {enable_thinking = false}."""
+
+    quant_bits: Literal[4, 8, 16, 32] | None = None
+    """Bits a weight that the model must have; checked against the model, changes nothing."""
+    adapter: str | None = None
+    """Folder of an adapter to continue from; its rank, scale and layers must be those of this config."""
+    rank: Positive = 16
+    """Rank of the LoRA adapter."""
+    scale: Annotated[float, Field(gt=0)] = 2.0
+    """Factor of the low-rank term."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapter's inputs while a gradient is taken."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    checkpoint_granularity: Literal["per-layer"] = "per-layer"
+    """What gradient checkpointing recomputes at a time."""
+    iogpu_wired_limit_mb: Positive | None = None
+    """Wired-memory limit to set on Metal, in MB; without it the limit is not touched. Inactive on other backends."""
+    micro_batch_size: Positive | None = None
+    """Most rows of one forward and backward pass, besides the token budget; changes no result."""
+
+    kl_beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the base model; 0 runs no reference pass."""
+    echo_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the world-model term on observation tokens; 0 switches it off."""
+    echo_schedule: Literal["constant", "linear_taper_to_zero"] = "constant"
+    """Course of echo_alpha over the steps."""
+    echo_taper_steps: Positive | None = None
+    """Steps until a tapering echo_alpha is 0."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sampling: SamplingSection = SamplingSection()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    update: UpdateConfig = UpdateConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    data: DataConfig | None = None
+    environment: dict[str, Any] = {}
+    """[environment]: options of the environment."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """[[rewards]]: reward functions; by default those of the environment."""
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        check_algorithm(self)
+        if self.data is not None and self.env_name != "jsonl":
+            raise ValueError(f"[data] is read by env_name = 'jsonl' only, got env_name = {self.env_name!r}")
+        if self.data is None and self.env_name == "jsonl":
+            raise ValueError("env_name = 'jsonl' needs [data] with a path; name the file of tasks")
+        if self.update.minibatches > self.groups_per_step * self.group_size:
+            raise ValueError(
+                f"update.minibatches = {self.update.minibatches} exceeds the "
+                f"{self.groups_per_step * self.group_size} trajectories of a step; lower it or raise groups_per_step"
+            )
+        if self.echo_schedule == "linear_taper_to_zero" and self.echo_taper_steps is None:
+            raise ValueError("echo_schedule = 'linear_taper_to_zero' needs echo_taper_steps; set the number of steps")
+        if self.echo_schedule == "constant" and self.echo_taper_steps is not None:
+            raise ValueError(
+                f"echo_taper_steps = {self.echo_taper_steps} has no effect on a constant schedule; "
+                "set echo_schedule = 'linear_taper_to_zero' or leave it out"
+            )
+        if self.echo_alpha and self.rollout.context == "turn":
+            raise ValueError(
+                f"echo_alpha = {self.echo_alpha} has nothing to predict when rollout.context = 'turn', where every "
+                "observation is a prompt; set rollout.context = 'transcript'"
+            )
+        return self
+
+    @property
+    def kl_estimator(self) -> KLEstimator | None:
+        """Estimator of the KL term; None is the algorithm's own."""
+        return self.algorithm.kl_estimator

@@ -1,0 +1,9 @@
+"""The errors of this package."""
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message names each field, its value, and what to set."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot start, go on or be resumed; the message names the folder or file and what to do."""

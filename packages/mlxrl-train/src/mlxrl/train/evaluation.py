@@ -1,0 +1,48 @@
+"""Held-out evaluation: the policy plays tasks that it is not trained on."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mlxrl.env import EnvFactory
+from mlxrl.rollout import Engine, Trajectory, group_requests
+from mlxrl.train.metrics import mean
+from mlxrl.train.rewards import NamedReward, score_rewards
+
+
+class Evaluation(NamedTuple):
+    """The outcome of an evaluation.
+
+    Args:
+        reward: mean reward.
+        accuracy: share of the tasks with full reward, every reward function at 1.
+        mean_length: mean number of sampled tokens.
+        trajectories: what was played.
+    """
+
+    reward: float
+    accuracy: float
+    mean_length: float
+    trajectories: tuple[Trajectory, ...]
+
+
+def evaluate(
+    engine: Engine, env_factory: EnvFactory, tasks: Sequence[Any], rewards: Sequence[NamedReward], *, seed: int = 0
+) -> Evaluation:
+    """Play each task once.
+
+    Args:
+        engine: the policy with its sampling; temperature 0 is greedy.
+        env_factory: makes the environments.
+        tasks: the tasks.
+        rewards: how they are scored. A trajectory without a reward (failed, or all functions abstain) counts 0.
+        seed: seed of environments and sampling.
+    """
+    trajectories = score_rewards(engine.rollout(group_requests(tasks, env_factory, group_size=1, seed=seed)), rewards)
+    full = sum(reward.weight for reward in rewards)
+    earned = [0.0 if trajectory.reward is None else trajectory.reward for trajectory in trajectories]
+    return Evaluation(
+        reward=mean(earned),
+        accuracy=mean([float(reward >= full - 1e-6) for reward in earned]),
+        mean_length=mean([trajectory.num_sampled for trajectory in trajectories]),
+        trajectories=tuple(trajectories),
+    )

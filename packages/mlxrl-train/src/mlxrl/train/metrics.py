@@ -1,0 +1,68 @@
+"""What a step is worth knowing for, under the names the field uses."""
+
+import math
+from collections.abc import Sequence
+
+from mlxrl.algo import is_constant
+from mlxrl.rollout import Trajectory
+from mlxrl.train.rewards import NamedReward
+
+Metrics = dict[str, float]
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedReward]) -> Metrics:
+    """Rewards, lengths and ends of the trajectories of a step.
+
+    Returns:
+        reward and reward_std over all trajectories with a reward, rewards/NAME/mean, frac_reward_zero_std (share of
+        groups whose rewards are all equal), completions/mean_length and /min_length and /max_length (sampled tokens of
+        a trajectory), completions/clipped_ratio (share that a token limit ended), num_turns, failed, num_tokens.
+    """
+    scored = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    lengths = [trajectory.num_sampled for trajectory in trajectories]
+    groups: dict[int, list[float]] = {}
+    for trajectory in trajectories:
+        members = groups.setdefault(trajectory.group_id, [])
+        if trajectory.reward is not None:
+            members.append(trajectory.reward)
+    metrics = {
+        "reward": mean(scored),
+        "reward_std": standard_deviation(scored),
+        "frac_reward_zero_std": mean([float(is_constant(members)) for members in groups.values()]),
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": mean([float(trajectory.truncated) for trajectory in trajectories]),
+        "num_turns": mean([len(trajectory.turns) for trajectory in trajectories]),
+        "failed": float(sum(trajectory.failed for trajectory in trajectories)),
+        "num_tokens": float(sum(lengths)),
+    }
+    for reward in rewards:
+        values = [value for t in trajectories if (value := t.reward_parts.get(reward.name)) is not None]
+        metrics[f"rewards/{reward.name}/mean"] = mean(values)
+    return metrics
+
+
+def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
+    """Each metric over several optimizer steps on one batch: the mean, of a `/max` the largest, of a count the sum."""
+    combined: Metrics = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps]
+        if name.endswith("/max"):
+            combined[name] = max(values)
+        elif name in ("skipped", "scored_rows"):
+            combined[name] = math.fsum(values)
+        else:
+            combined[name] = mean(values)
+    return combined
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing."""
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def standard_deviation(values: Sequence[float]) -> float:
+    """The population standard deviation; 0 of nothing."""
+    centre = mean(values)
+    return math.sqrt(mean([(value - centre) ** 2 for value in values]))

@@ -1,0 +1,84 @@
+"""The memory preflight of a config: what the run will take, and what to turn down."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlxrl.memory import FitResult, MemoryEstimate, ModelShape, RunShape, available_memory, estimate, fit, known_config
+from mlxrl.policy import ModelError, find_model, read_config
+from mlxrl.train.config import TrainConfig
+from mlxrl.train.errors import ConfigError
+
+# Where a proposal's field lives in the config, when it has another name there.
+CONFIG_FIELDS = {
+    "max_tokens_per_micro_batch": "update.max_tokens_per_micro_batch",
+    "rollout_width": "rollout.width",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prediction for a config.
+
+    Args:
+        model: shape of the model.
+        run: shape of the run.
+        estimate: predicted bytes by part.
+        fit: whether it fits the budget, and what to change where it does not.
+    """
+
+    model: ModelShape
+    run: RunShape
+    estimate: MemoryEstimate
+    fit: FitResult
+
+
+def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int | None = None) -> Plan:
+    """Predict the peak device memory of a run from the model's config.json; nothing is loaded.
+
+    Args:
+        config: the run.
+        max_turns: turns of an episode, where the config leaves them to the environment.
+        available_bytes: the budget; by default what this machine has.
+
+    Raises:
+        ConfigError: the model's config.json cannot be had or understood.
+    """
+    try:
+        model = ModelShape.from_config(model_config(config.model_id))
+    except (ModelError, ValueError) as error:
+        raise ConfigError(f"model_id = {config.model_id!r}: {error}") from error
+    run = run_shape(config, max_turns=config.max_turns or max_turns)
+    budget = available_memory() if available_bytes is None else available_bytes
+    return Plan(model, run, estimate(model, run), fit(model, run, budget))
+
+
+def model_config(model_id: str) -> dict[str, Any]:
+    """config.json of a model: from its folder, the hub's cache, the table of known models, or the hub."""
+    known = known_config(model_id)
+    if known is not None:
+        return dict(known)
+    return read_config(find_model(model_id, config_only=True))
+
+
+def run_shape(config: TrainConfig, *, max_turns: int) -> RunShape:
+    """The part of a config that memory depends on."""
+    rows = config.groups_per_step * config.group_size
+    return RunShape(
+        max_prompt_len=config.max_prompt_len,
+        max_completion_len=config.max_completion_len,
+        group_size=config.group_size,
+        groups_per_step=config.groups_per_step,
+        max_turns=max_turns,
+        max_observation_len=config.max_observation_len or (config.max_prompt_len if max_turns > 1 else 0),
+        rollout_width=1 if config.rollout_mode == "sequential" else min(config.rollout.width, rows),
+        micro_batch_size=config.micro_batch_size,
+        max_tokens_per_micro_batch=config.update.max_tokens_per_micro_batch,
+        gradient_checkpointing=config.gradient_checkpointing,
+        lora_rank=config.rank,
+        has_reference=config.kl_beta > 0,
+    )
+
+
+def fitted_overrides(plan: Plan) -> dict[str, Any]:
+    """The config fields that make the run fit, for `load_config(overrides=...)`."""
+    return {CONFIG_FIELDS.get(proposal.field, proposal.field): proposal.new for proposal in plan.fit.proposals}

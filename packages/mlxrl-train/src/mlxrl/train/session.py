@@ -1,0 +1,121 @@
+"""Everything live that a run works with, built from its config."""
+
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlxrl.algo import Algorithm, EchoSchedule
+from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, load_adapter, load_policy_with_lora
+from mlxrl.rollout import Engine, SamplingConfig
+from mlxrl.train.algorithms import build_algorithm
+from mlxrl.train.config import TrainConfig
+from mlxrl.train.errors import ConfigError
+from mlxrl.train.loader import TaskLoader
+from mlxrl.train.optimizers import make_optimizer
+from mlxrl.train.tasks import Curriculum, make_curriculum
+
+
+@dataclass(frozen=True)
+class Session:
+    """The live objects of a run."""
+
+    config: TrainConfig
+    curriculum: Curriculum
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    report: PolicyReport
+    lora: LoRAConfig
+    engine: Engine
+    eval_engine: Engine
+    loader: TaskLoader
+    algorithm: Algorithm
+    optimizer: optim.Optimizer
+    echo: EchoSchedule
+    pad_token_id: int
+
+
+def open_session(config: TrainConfig) -> Session:
+    """Build tasks and rewards first, then load the model.
+
+    Raises:
+        ConfigError: a part of the config cannot be had, or the model does not fit it.
+    """
+    curriculum = make_curriculum(config)
+    lora = LoRAConfig(
+        rank=config.rank,
+        scale=config.scale,
+        dropout=config.dropout,
+        grad_checkpoint=config.gradient_checkpointing,
+        seed=config.seed,
+    )
+    if config.iogpu_wired_limit_mb is not None and mx.metal.is_available():
+        mx.set_wired_limit(config.iogpu_wired_limit_mb * 2**20)
+    try:
+        model, tokenizer, report = load_policy_with_lora(config.model_id, lora)
+        if config.adapter is not None:
+            load_adapter(model, config.adapter)
+        engine = _engine(config, model, tokenizer)
+    except (ModelError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    _check_bits(config, report)
+    optimizer = make_optimizer(config.optimizer)
+    optimizer.init(model.trainable_parameters())
+
+    def fits(task: object) -> bool:
+        prompt = getattr(task, "prompt", None)
+        return prompt is None or len(engine.encoder.prompt(prompt)) <= config.max_prompt_len
+
+    return Session(
+        config=config,
+        curriculum=curriculum,
+        model=model,
+        tokenizer=tokenizer,
+        report=report,
+        lora=lora,
+        engine=engine,
+        eval_engine=_engine(config, model, tokenizer, temperature=config.eval.temperature),
+        loader=TaskLoader(curriculum.train, config.seed, fits),
+        algorithm=build_algorithm(config),
+        optimizer=optimizer,
+        echo=EchoSchedule(config.echo_alpha, config.echo_schedule, config.echo_taper_steps),
+        pad_token_id=_pad_token_id(tokenizer),
+    )
+
+
+def _engine(
+    config: TrainConfig, model: nn.Module, tokenizer: TokenizerWrapper, temperature: float | None = None
+) -> Engine:
+    sampling = SamplingConfig(max_tokens=config.max_completion_len, **config.sampling.model_dump())
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
+    return Engine(
+        model,
+        tokenizer,
+        sampling,
+        width=1 if config.rollout_mode == "sequential" else config.rollout.width,
+        max_prompt_len=config.max_prompt_len,
+        max_turns=config.max_turns,
+        max_observation_len=config.max_observation_len,
+        context=config.rollout.context,
+        echo=config.echo_alpha > 0,
+        use_chat_template=config.use_chat_template,
+        template_kwargs=dict(config.chat_template_kwargs),
+    )
+
+
+def _check_bits(config: TrainConfig, report: PolicyReport) -> None:
+    if config.quant_bits is None:
+        return
+    bits = {f"{config.quant_bits}-bit"} if config.quant_bits < 16 else {"none"}
+    if not bits & set(report.quantization.split(" and ")):
+        raise ConfigError(
+            f"quant_bits = {config.quant_bits}, but model_id = {config.model_id!r} has quantization "
+            f"{report.quantization}; name another model or leave quant_bits out."
+        )
+
+
+def _pad_token_id(tokenizer: TokenizerWrapper) -> int:
+    """An ordinary id to fill rows with; what stands behind a row's end is masked and never read."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

@@ -1,0 +1,86 @@
+"""What is learned: the environment of a config, its tasks and its rewards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxrl.env import Environment, SingleTurnEnv, Suite, make_env, reward_function
+from mlxrl.rollout import derive_seed
+from mlxrl.train.config import TrainConfig
+from mlxrl.train.errors import ConfigError
+from mlxrl.train.rewards import ENVIRONMENT, NamedReward
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """The tasks of a run and how they are rewarded.
+
+    Args:
+        suite: makes the environments.
+        train: the tasks to train on.
+        held_out: the tasks to evaluate on, as many as the config asks for.
+        rewards: the reward functions, weighted.
+        max_turns: most turns of an episode.
+    """
+
+    suite: Suite
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    rewards: tuple[NamedReward, ...]
+    max_turns: int
+
+
+def make_curriculum(config: TrainConfig) -> Curriculum:
+    """Build the environment, its tasks and the reward functions; no model is needed.
+
+    Raises:
+        ConfigError: the environment, one of its options, its data, or a reward cannot be had; or nothing rewards.
+    """
+    options = dict(config.environment)
+    if config.data is not None:
+        options |= config.data.model_dump(exclude_none=True)
+    try:
+        suite = make_env(config.env_name, **options)
+        train, held_out = suite.tasks("train"), suite.tasks("eval")
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"env_name = {config.env_name!r}: {error}") from error
+    if not train:
+        raise ConfigError(f"env_name = {config.env_name!r} has no tasks to train on.")
+    if config.eval.tasks and not held_out:
+        raise ConfigError(
+            f"eval.tasks = {config.eval.tasks}, but env_name = {config.env_name!r} holds out no tasks; "
+            "set eval.tasks = 0, or data.eval_path or data.eval_fraction for a file."
+        )
+    environment = _first_environment(config, suite, train[0])
+    return Curriculum(
+        suite=suite,
+        train=train,
+        held_out=held_out[: config.eval.tasks],
+        rewards=_rewards(config, suite, single_turn=isinstance(environment, SingleTurnEnv)),
+        max_turns=min(environment.max_turns, config.max_turns or environment.max_turns),
+    )
+
+
+def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> Environment:
+    try:
+        return suite.make(task, derive_seed(config.seed), 0)
+    except Exception as error:  # a user's factory may raise anything; it must not look like ours
+        raise ConfigError(f"env_name = {config.env_name!r} raised {type(error).__name__} when made: {error}") from error
+
+
+def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[NamedReward, ...]:
+    wanted = [(reward.name, reward.weight) for reward in config.rewards] or list(suite.rewards)
+    names = [name for name, _ in wanted]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(
+            f"rewards: {sorted(repeated)[0]!r} is named twice; name it once, with the sum of the weights."
+        )
+    rewards = [] if single_turn else [NamedReward(ENVIRONMENT, 1.0)]
+    for name, weight in wanted:
+        try:
+            rewards.append(NamedReward(name, weight, reward_function(name)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"rewards: {error}") from error
+    if not rewards:
+        raise ConfigError(f"env_name = {config.env_name!r} rewards nothing by itself; add [[rewards]] with a name.")
+    return tuple(rewards)

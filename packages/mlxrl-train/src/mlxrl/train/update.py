@@ -1,0 +1,244 @@
+"""One optimizer step: the gradient of `sum(w * l)` over micro-batches, and the step along it."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_map
+from mlxrl.algo import Algorithm, KLEstimator, kl_penalty
+from mlxrl.policy import checkpoint_blocks, dropout_active
+from mlxrl.rollout import Role
+from mlxrl.train.batch import TrainBatch
+from mlxrl.train.scoring import cut_micro_batches, score_micro_batch
+
+Metrics = dict[str, float]
+
+
+class Objective(NamedTuple):
+    """What is minimised over a batch: the algorithm's loss, a KL to the base, a world-model term."""
+
+    algorithm: Algorithm
+    beta: float = 0.0
+    kl_estimator: KLEstimator | None = None
+    echo_alpha: float = 0.0
+
+
+class _Sums(NamedTuple):
+    """Sums over the ACTION tokens of a micro-batch, besides the loss; divided by their count at the end."""
+
+    policy_loss: mx.array
+    kl: mx.array
+    echo_loss: mx.array
+    tokens: mx.array
+    ratio: mx.array
+    clipped: mx.array
+    entropy: mx.array
+    difference: mx.array
+    largest_difference: mx.array
+
+
+def optimizer_step(
+    *,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    batch: TrainBatch,
+    algorithm: Algorithm,
+    beta: float = 0.0,
+    pad_token_id: int = 0,
+    use_checkpoint: bool | None = None,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+    max_grad_norm: float | None = None,
+    kl_estimator: KLEstimator | None = None,
+    echo_alpha: float = 0.0,
+) -> Metrics:
+    """Take one optimizer step on a batch.
+
+    The gradient is that of the whole batch for any micro-batch size, token budget or order. A batch whose loss has no
+    gradient (all advantages 0, no KL, no world-model term) takes no step, and neither does a gradient that is not
+    finite; `skipped` says so.
+
+    Args:
+        model: the policy.
+        optimizer: of mlx.optimizers, with its learning rate set.
+        batch: from `batch_from_rollouts`, `batch_from_trajectories` or `make_batch`.
+        algorithm: the objective, the one the batch was made with.
+        beta: weight of the KL in the loss; the batch needs reference log-probs when it is not 0.
+        pad_token_id: id that fills rows.
+        use_checkpoint: recompute activations in the backward pass or not; None leaves the model as it is.
+        micro_batch_size: most rows of a forward and backward pass.
+        max_tokens: most padded tokens of a forward and backward pass.
+        max_grad_norm: clip the gradient to this global norm.
+        kl_estimator: estimator of the KL; None is the algorithm's own.
+        echo_alpha: weight of the world-model term.
+
+    Returns:
+        loss, policy_loss, kl, grad_norm, ratio, clip_ratio, entropy, sampling_logp_difference/mean and /max,
+        scored_rows, skipped, and with echo_alpha loss_echo; means are over the ACTION tokens of the scored rows.
+    """
+    if use_checkpoint is not None:
+        checkpoint_blocks(model, enabled=use_checkpoint)
+    objective = Objective(algorithm, beta, kl_estimator, echo_alpha)
+    gradient, metrics = batch_gradient(
+        model, batch, objective, pad_token_id=pad_token_id, max_tokens=max_tokens, max_rows=micro_batch_size
+    )
+    metrics |= {"grad_norm": 0.0, "skipped": 1.0}
+    if gradient is None:
+        return metrics
+    gradient, norm = optim.clip_grad_norm(gradient, math.inf if max_grad_norm is None else max_grad_norm)
+    metrics["grad_norm"] = float(norm)
+    if not math.isfinite(metrics["grad_norm"]):
+        return metrics
+    optimizer.update(model, gradient)
+    mx.eval(model.trainable_parameters(), optimizer.state)  # the step is taken
+    metrics["skipped"] = 0.0
+    return metrics
+
+
+def optimizer_step_trajectory(
+    *,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    batch: TrainBatch,
+    algorithm: Algorithm,
+    beta: float = 0.0,
+    pad_token_id: int = 0,
+    **options: Any,
+) -> Metrics:
+    """`optimizer_step` under its multi-turn name: there is one batch type and one step."""
+    return optimizer_step(
+        model=model,
+        optimizer=optimizer,
+        batch=batch,
+        algorithm=algorithm,
+        beta=beta,
+        pad_token_id=pad_token_id,
+        **options,
+    )
+
+
+def batch_gradient(
+    model: nn.Module,
+    batch: TrainBatch,
+    objective: Objective,
+    *,
+    pad_token_id: int = 0,
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+) -> tuple[dict[str, Any] | None, Metrics]:
+    """The gradient of the batch's loss with respect to the adapter, summed over micro-batches.
+
+    Rows that cannot move the policy (advantage 0 on every token, no KL, no world-model token) are not run; they
+    still count in the denominators.
+
+    Args:
+        model: the policy.
+        batch: the whole optimizer batch.
+        objective: what is minimised.
+        pad_token_id: id that fills rows.
+        max_tokens: padded tokens of a micro-batch.
+        max_rows: rows of a micro-batch.
+
+    Returns:
+        The gradient as a tree like `model.trainable_parameters()`, or None where no row can move the policy, and the
+        metrics of `optimizer_step` less the step's own.
+    """
+    if objective.beta and batch.view.reference_logprobs is None:
+        raise ValueError(
+            f"beta = {objective.beta} needs reference log-probs; make the batch with compute_reference=True."
+        )
+    rows = moving_rows(batch, objective)
+    cuts = cut_micro_batches(batch.segments, rows, max_tokens=max_tokens, max_rows=max_rows)
+    parameters = model.trainable_parameters()
+    gradient, loss, sums = None, 0.0, []
+    with dropout_active(model):
+        for cut in cuts:
+            micro_loss = _micro_batch_loss(model, batch, cut, objective, pad_token_id)
+            (value, *parts), micro_gradient = nn.value_and_grad(model, micro_loss)()
+            gradient = micro_gradient if gradient is None else tree_map(mx.add, gradient, micro_gradient)
+            mx.eval(gradient, value, parts)  # one micro-batch's activations at a time
+            loss += value.item()
+            sums.append(_Sums(*(part.item() for part in parts)))
+    model.update(parameters)  # the arrays themselves, not the ones the gradient was traced through
+    return gradient, {"loss": loss, "scored_rows": float(sum(map(len, cuts)))} | _means(sums, objective)
+
+
+def moving_rows(batch: TrainBatch, objective: Objective) -> list[int]:
+    """Indices of the trajectories whose loss has a gradient."""
+    moves_B_T = (batch.weights != 0) & (batch.advantages != 0)
+    if objective.beta:
+        moves_B_T = batch.weights != 0
+    if objective.echo_alpha:
+        moves_B_T = moves_B_T | (batch.echo_weights != 0)
+    return [row for row, moves in enumerate(moves_B_T.any(axis=1).tolist()) if moves]
+
+
+def _micro_batch_loss(
+    model: nn.Module, batch: TrainBatch, rows: list[int], objective: Objective, pad_token_id: int
+) -> Callable[[], tuple[mx.array, ...]]:
+    """The share of some trajectories in the batch's loss, as a function of the model's parameters."""
+    index = mx.array(rows, dtype=mx.int32)
+    view, algorithm = batch.view, objective.algorithm
+    roles, advantages, weights = view.roles[index], batch.advantages[index], batch.weights[index]
+    old, reference, sampler = (
+        None if values is None else values[index]
+        for values in (view.old_logprobs, view.reference_logprobs, view.sampler_logprobs)
+    )
+    mask = (roles == int(Role.ACTION)).astype(mx.float32)
+
+    def loss() -> tuple[mx.array, ...]:
+        logprobs, entropy = score_micro_batch(
+            model,
+            [batch.segments[row] for row in rows],
+            roles.shape[1],
+            temperature=batch.temperature,
+            pad_token_id=pad_token_id,
+        )
+        policy_loss = (weights * algorithm.token_loss(logprobs, old, reference, advantages, mask)).sum()
+        total, kl, echo_loss = policy_loss, mx.zeros(()), mx.zeros(())
+        if objective.beta:
+            estimator = objective.kl_estimator or algorithm.kl_estimator
+            kl = (weights * kl_penalty(logprobs, reference, estimator, mask=mask)).sum()
+            total = total + objective.beta * kl
+        if objective.echo_alpha:
+            echo_loss = -(batch.echo_weights[index] * logprobs).sum()
+            total = total + objective.echo_alpha * echo_loss
+        ratio = algorithm.ratio(logprobs, old, mask)
+        difference = mx.abs(logprobs - sampler) * mask
+        sums = _Sums(
+            policy_loss=policy_loss,
+            kl=kl,
+            echo_loss=echo_loss,
+            tokens=mask.sum(),
+            ratio=(ratio * mask).sum(),
+            clipped=(algorithm.clipped(ratio, advantages) * mask).sum(),
+            entropy=(entropy * mask).sum(),
+            difference=difference.sum(),
+            largest_difference=difference.max(),
+        )
+        return total, *(mx.stop_gradient(value) for value in sums)
+
+    return loss
+
+
+def _means(sums: list[_Sums], objective: Objective) -> Metrics:
+    tokens = sum(part.tokens for part in sums)
+
+    def mean(name: str) -> float:
+        return sum(getattr(part, name) for part in sums) / tokens if tokens else 0.0
+
+    metrics = {
+        "policy_loss": sum(part.policy_loss for part in sums),
+        "kl": sum(part.kl for part in sums),
+        "ratio": mean("ratio"),
+        "clip_ratio": mean("clipped"),
+        "entropy": mean("entropy"),
+        "sampling_logp_difference/mean": mean("difference"),
+        "sampling_logp_difference/max": max((part.largest_difference for part in sums), default=0.0),
+    }
+    if objective.echo_alpha:
+        metrics["loss_echo"] = sum(part.echo_loss for part in sums)
+    return metrics
