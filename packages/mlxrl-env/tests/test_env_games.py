@@ -74,6 +74,13 @@ def test_what_cannot_be_done_changes_nothing_and_costs_the_penalty(start, action
     assert (result.observation, result.reward, result.info) == (first, -0.2, {"invalid_action": True})
 
 
+def test_a_key_that_is_held_cannot_be_taken_again():
+    env, _ = started(KeyDoorEnv, (1, 1, 2))
+    first, second = env.step(say("take")), env.step(say("take"))
+    assert (first.info["invalid_action"], second.info["invalid_action"]) == (False, True)
+    assert first.observation == second.observation == "Room 1 key held door 2"
+
+
 def test_hints_narrow_the_range():
     env, first = started(GuessNumberEnv, (11,))
     assert first == "Start: 1-15"

@@ -15,6 +15,9 @@ def factory(task, seed, group_index):
 
 positional = lambda number, seed, group: KeyDoorEnv(number, seed)
 
+def with_defaults(task, seed=0, group_index=0):
+    return KeyDoorEnv(task, seed)
+
 def builder(count=4):
     return ArithmeticSuite(size=count)
 
@@ -45,7 +48,7 @@ def test_a_name_may_be_spelled_with_underscores_and_capitals(name):
     assert suite.name == "key-door"
 
 
-@pytest.mark.parametrize("attribute", ["factory", "positional"])
+@pytest.mark.parametrize("attribute", ["factory", "positional", "with_defaults"])
 def test_a_factory_in_a_file_gets_whole_numbers_as_tasks(own, attribute):
     suite = make_env(f"{own}:{attribute}", tasks=3, eval_tasks=2)
     assert isinstance(suite, Suite)

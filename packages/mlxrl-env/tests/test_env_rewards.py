@@ -117,6 +117,7 @@ def test_math_match_compares_numbers_by_value_and_the_rest_as_written(completion
         ("<answer>23</answer><answer>23</answer>", 0.0),  # two
         ("<answer>22</answer><answer>23</answer>", 0.0),
         ("<answer><answer>23</answer>", 0.0),
+        ("</answer><answer>23</answer>", 0.0),
         ("<answer>23", 0.0),
         ("<answer>it is 23</answer>", 0.0),
         ("<answer>20+3</answer>", 0.0),
