@@ -97,6 +97,8 @@ def test_a_fraction_splits_distinct_prompts_and_loses_no_row(tmp_path_factory, p
         ([{"prompt": "a"}], {"eval_fraction": 0.5}, "needs at least 2 distinct prompts, got 1"),
         ([{"prompt": "a"}], {"eval_fraction": 0.5, "eval_path": "b"}, "set eval_path or eval_fraction, not both"),
         ([{"prompt": "a"}], {"eval_path": "nowhere.jsonl"}, "nowhere.jsonl does not exist; correct the path"),
+        ([{"prompt": "a"}], {"prompt_column": 3}, "prompt_column must be text, and not empty, got 3"),
+        ([{"prompt": "a"}], {"eval_path": ""}, "eval_path must be text, and not empty, got ''"),
         ([{"prompt": "a"}], {"seed": -1}, "seed must be a whole number of at least 0, got -1"),
     ],
 )

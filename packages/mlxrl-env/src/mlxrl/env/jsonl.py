@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from mlxrl.env.options import check_real, check_whole
+from mlxrl.env.options import check_real, check_text, check_whole
 from mlxrl.env.protocol import Environment, RewardWeights, Split, check_split
 from mlxrl.env.single_turn import SingleTurnEnv
 from mlxrl.env.task import Message, Task, as_messages
@@ -52,14 +52,16 @@ class JsonlSuite:
         rng = random.Random(check_whole("seed", seed, 0))
         if eval_path is not None and fraction > 0:
             raise ValueError(f"set eval_path or eval_fraction, not both, got {eval_path!r} and {fraction}")
-        tasks = _read_tasks(Path(path), prompt_column, answer_column)
+        columns = check_text("prompt_column", prompt_column), check_text("answer_column", answer_column)
+        tasks = _read_tasks(Path(check_text("path", path)), *columns)
         if eval_path is not None:
-            self._tasks = {"train": tasks, "eval": _read_tasks(Path(eval_path), prompt_column, answer_column)}
+            held_out = _read_tasks(Path(check_text("eval_path", eval_path)), *columns)
+            self._tasks = {"train": tasks, "eval": held_out}
         else:
-            held_out = _held_out_prompts(tasks, fraction, rng)
+            kept = _held_out_prompts(tasks, fraction, rng)
             self._tasks = {
-                "train": tuple(task for task in tasks if _prompt_key(task) not in held_out),
-                "eval": tuple(task for task in tasks if _prompt_key(task) in held_out),
+                "train": tuple(task for task in tasks if _prompt_key(task) not in kept),
+                "eval": tuple(task for task in tasks if _prompt_key(task) in kept),
             }
 
     def tasks(self, split: Split) -> Sequence[Task]:

@@ -26,3 +26,14 @@ def check_real(name: str, value: object, least: float, below: float = math.inf) 
         limit = "" if below == math.inf else f" and below {below:g}"
         raise ValueError(f"{name} must be a finite number of at least {least:g}{limit}, got {value!r}")
     return float(value)
+
+
+def check_text(name: str, value: object) -> str:
+    """Returns a text that is not empty.
+
+    Raises:
+        ValueError: value is anything else.
+    """
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be text, and not empty, got {value!r}")
+    return value
