@@ -26,7 +26,7 @@ def test_standardised_rewards_are_in_population_standard_deviations():
 
 
 def test_the_sample_standard_deviation_is_an_option():
-    # Mean 1.5, squared deviations 2.25 + 0.25 + 0.25 + 2.25 = 5, std sqrt(5 / 3) = 1.290994: -1.5 / 1.290994 = -1.161895.
+    # Mean 1.5, squared deviations 2.25 + 0.25 + 0.25 + 2.25 = 5, std sqrt(5 / 3) = 1.290994: -1.161895, ...
     advantages = standardised_advantages([0, 1, 2, 3], 4, eps=0, ddof=1)
     assert advantages == approx([-1.161895004, -0.387298335, 0.387298335, 1.161895004], 1e-9)
 
@@ -55,7 +55,7 @@ def test_maxrl_is_zero_when_the_mean_is_not_positive():
 
 
 def test_gdpo_normalises_each_reward_before_they_are_added():
-    # Reward 1 of one group (1, 0, 1, 0): A = 1, -1, 1, -1. Reward 2 (10, 10, 0, 0): A = 1, 1, -1, -1, whatever its scale.
+    # Reward 1 of one group (1, 0, 1, 0): A = 1, -1, 1, -1. Reward 2 (10, 10, 0, 0): A = 1, 1, -1, -1.
     # Weights 1 and 0.5: sums 1.5, -0.5, 0.5, -1.5; mean 0, std sqrt((2.25 + 0.25 + 0.25 + 2.25) / 4) = 1.118034.
     rewards = [[1, 10], [0, 10], [1, 0], [0, 0]]
     expected = [1.5 / 1.118034, -0.5 / 1.118034, 0.5 / 1.118034, -1.5 / 1.118034]

@@ -1,5 +1,8 @@
 """ECHO, corrections, filters and reward shaping."""
 
+# pyright: reportIndexIssue=false, reportArgumentType=false
+# Tolist() and item() are typed as any list or scalar.
+
 import mlx.core as mx
 import pytest
 from mlxrl.algo import (

@@ -1,7 +1,10 @@
 """GiGPO on three trajectories of one task, with states before the action and rewards per turn.
 
-    1: (A, 0) (B, 1)        2: (A, 0) (A, 0) (C, 1)        3: (A, 0) (B, 0)
+1: (A, 0) (B, 1)        2: (A, 0) (A, 0) (C, 1)        3: (A, 0) (B, 0)
 """
+
+# pyright: reportIndexIssue=false, reportOperatorIssue=false
+# Tolist() and item() are typed as any list or scalar.
 
 from collections import namedtuple
 from dataclasses import replace

@@ -4,6 +4,9 @@ The loop takes the log-probs twice: `x` is differentiated, `frozen` stands for s
 3, 1, 0 and 5 action tokens among 6 positions, one of them with a gap in the middle.
 """
 
+# pyright: reportIndexIssue=false
+# Tolist() and item() are typed as any list or scalar.
+
 import math
 import random
 
@@ -276,7 +279,15 @@ def test_with_one_update_algorithms_of_one_reduction_have_one_gradient(family):
 def test_off_policy_no_two_surrogates_have_the_same_gradient():
     logp, old, _ = random_logprobs(9)
     tight = {"clip_low": 0.05, "clip_high": 0.05}
-    cases = [("grpo", {}), ("grpo", tight), ("dapo", {}), ("cispo", {"cap": 1.1}), ("gspo", {}), ("sapo", {}), ("gmpo", {})]
+    cases = [
+        ("grpo", {}),
+        ("grpo", tight),
+        ("dapo", {}),
+        ("cispo", {"cap": 1.1}),
+        ("gspo", {}),
+        ("sapo", {}),
+        ("gmpo", {}),
+    ]
     gradients = [compute(make_algorithm(n, **{**o, "reduction": "token_mean"}), logp, old)[1] for n, o in cases]
     for i, first in enumerate(gradients):
         for j in range(i):

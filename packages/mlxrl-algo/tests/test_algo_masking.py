@@ -1,5 +1,8 @@
 """Masked positions, padding and row order never matter, and no signal is exactly no gradient."""
 
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# Tolist() and item() are typed as any list or scalar.
+
 import math
 import random
 
@@ -75,9 +78,7 @@ def test_garbage_in_masked_positions_changes_nothing(name, options, garbage, on_
     def spoil(array):
         return mx.where(mask == 1, array, garbage)
 
-    dirty = compute(
-        algorithm, spoil(logp), None if on_policy else spoil(old), spoil(ref), spoil(advantages), mask
-    )
+    dirty = compute(algorithm, spoil(logp), None if on_policy else spoil(old), spoil(ref), spoil(advantages), mask)
     assert [x.item() for x in dirty[0]] == [x.item() for x in clean[0]]
     assert dirty[1].tolist() == clean[1].tolist()
     assert all(math.isfinite(x) for row in dirty[1].tolist() for x in row)
@@ -134,9 +135,7 @@ def zero_signal_batches():
     constant = AlgorithmBatch.single_turn(rewards=[0.1] * 4, group_structure=4, action_mask=mask)
     return {
         "constant": constant,
-        "masked": AlgorithmBatch.single_turn(
-            rewards=[1, 0, 1, 0], group_structure=4, action_mask=mx.zeros((4, 3))
-        ),
+        "masked": AlgorithmBatch.single_turn(rewards=[1, 0, 1, 0], group_structure=4, action_mask=mx.zeros((4, 3))),
         "failed": AlgorithmBatch.single_turn(
             rewards=[1, 0, 1, 0], group_structure=4, action_mask=mask, valid=[False] * 4
         ),
@@ -167,9 +166,7 @@ def test_without_a_signal_the_gradient_is_exactly_zero(name, options, case):
 @pytest.mark.parametrize(("name", "options"), [case for case in ALGORITHMS if case[0] != "reinforce++"])
 def test_a_group_of_one_task_gets_zero_beside_groups_with_a_signal(name, options):
     # REINFORCE++ whitens over the batch instead, where a single row can differ from the others.
-    batch = AlgorithmBatch.single_turn(
-        rewards=[1, 0, 7], group_structure=["a", "a", "b"], action_mask=mx.ones((3, 2))
-    )
+    batch = AlgorithmBatch.single_turn(rewards=[1, 0, 7], group_structure=["a", "a", "b"], action_mask=mx.ones((3, 2)))
     advantages = make_algorithm(name, **options).advantages(batch).tolist()
     assert advantages[2] == [0.0, 0.0]
     assert advantages[0][0] > 0 > advantages[1][0]

@@ -1,3 +1,6 @@
+# pyright: reportIndexIssue=false, reportOperatorIssue=false
+# Tolist() and item() are typed as any list or scalar.
+
 import random
 
 import mlx.core as mx
@@ -103,7 +106,7 @@ def test_chunks_of_a_sequence_mean_weigh_by_their_sequences():
 
 @pytest.mark.parametrize("length", [1, 50])
 def test_one_long_and_one_short_trajectory_share_a_token_mean_by_tokens(length):
-    # 1 + 50 tokens: each weighs 1/51 in whichever micro-batch it is; a mean of micro-batch means would give 1/2 and 1/100.
+    # 1 + 50 tokens: each weighs 1/51 in whichever micro-batch it is; means of micro-batch means would give 1/2, 1/100.
     roles = mx.array([[1] + [0] * 49, [1] * 50])
     weights = reduction_weights("token_mean", roles)
     assert mx.sum(weights, axis=1).tolist() == approx([1 / 51, 50 / 51])
@@ -189,7 +192,7 @@ def test_step_mean_needs_turns():
 
 
 def test_an_unknown_reduction_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="one of token_mean, sequence_mean, .*, got 'mean'"):
+    with pytest.raises(ValueError, match=r"one of token_mean, sequence_mean, .*, got 'mean'"):
         Reduction("mean")
 
 

@@ -16,7 +16,7 @@ def test_returns_charge_the_kl_of_this_token_and_all_later_ones():
 
 
 def test_whitening_is_over_tokens_and_not_over_trajectories():
-    # Tokens 1, 1, 1, 0: mean 0.75, std sqrt(3 / 16) = 0.433013: 0.25 / 0.433013 = 0.577350, -0.75 / 0.433013 = -1.732051.
+    # Tokens 1, 1, 1, 0: mean 0.75, std sqrt(3 / 16) = 0.433013; 0.25 and -0.75 over it.
     assert whitened([[1, 1, 1], [0]], eps=0) == [approx([0.577350] * 3), approx([-1.732051])]
     assert whitened([[2, 2], [2]]) == [[0.0, 0.0], [0.0]]
 

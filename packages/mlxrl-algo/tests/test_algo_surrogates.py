@@ -1,3 +1,6 @@
+# pyright: reportIndexIssue=false, reportArgumentType=false
+# Tolist() and item() are typed as any list or scalar.
+
 import math
 
 import mlx.core as mx
@@ -45,9 +48,7 @@ def value_and_slope(surrogate, ratio):
     ],
 )
 def test_the_clipped_surrogate_is_flat_only_past_the_bound_it_pushes_to(ratio, advantage, loss, slope):
-    got = value_and_slope(
-        lambda rho: clipped_surrogate(rho, scalar(advantage), clip_low=0.2, clip_high=0.2), ratio
-    )
+    got = value_and_slope(lambda rho: clipped_surrogate(rho, scalar(advantage), clip_low=0.2, clip_high=0.2), ratio)
     assert got == pytest.approx((loss, slope), abs=1e-6)
     flat = is_clipped(scalar(ratio), scalar(advantage), 0.2, 0.2).item()
     assert flat == (slope == 0.0 and advantage != 0.0)
@@ -175,7 +176,7 @@ def test_shapes_are_checked_at_the_door_with_both_values():
     door = {"policy_logprobs": mx.zeros((2, 3)), "old_policy_logprobs": None, "advantages": mx.ones(2)}
     with pytest.raises(ValueError, match="exactly one of completion_mask and action_mask must be given, got 0"):
         grpo.compute_loss(**door)
-    with pytest.raises(ValueError, match="reference_logprobs must be given when beta is not 0, got None with beta 0.1"):
+    with pytest.raises(ValueError, match=r"must be given when beta is not 0, got None with beta 0\.1"):
         grpo.compute_loss(**door, action_mask=mx.ones((2, 3)), beta=0.1)
     with pytest.raises(ValueError, match=r"advantages must have the shape of the rows of policy_logprobs, \(2,\), got"):
         grpo.compute_loss(**{**door, "advantages": mx.ones(3)}, action_mask=mx.ones((2, 3)))

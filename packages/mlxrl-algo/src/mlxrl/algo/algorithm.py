@@ -76,6 +76,28 @@ class Algorithm(Protocol):
         """Return the rows to keep, or None to keep all; called on task rewards, before any shaping."""
         ...
 
+    def compute_advantages(
+        self, rewards: mx.array | Sequence[float | None], group_structure: GroupStructure
+    ) -> mx.array:
+        """Return float32 [B], one advantage per completion, for a trainer that has rewards and no batch object."""
+        ...
+
+    def compute_loss(
+        self,
+        *,
+        policy_logprobs: mx.array,
+        old_policy_logprobs: mx.array | None,
+        advantages: mx.array,
+        reference_logprobs: mx.array | None = None,
+        completion_mask: mx.array | None = None,
+        action_mask: mx.array | None = None,
+        beta: float = 0.0,
+        kl_estimator: KLEstimator | None = None,
+        weights: mx.array | None = None,
+    ) -> LossOutput:
+        """Return sum(w * (token_loss + beta * kl)) with its parts, for a trainer that reduces nothing itself."""
+        ...
+
 
 class TurnLike(Protocol):
     """What a turn must have to be given an advantage."""
