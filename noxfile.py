@@ -23,7 +23,8 @@ nox.options.allow_parallel = True
 
 ROOT = Path(__file__).parent
 PACKAGES = {path.name: path for path in sorted(ROOT.glob("packages/*"))}
-PYTEST = ("pytest", "-p", "no:cacheprovider", "--durations=10")
+# Hypothesis' "ci" profile: the same examples every time, and no deadline that a busy machine would miss.
+PYTEST = ("pytest", "-p", "no:cacheprovider", "--durations=10", "--hypothesis-profile=ci")
 
 
 @nox.session
