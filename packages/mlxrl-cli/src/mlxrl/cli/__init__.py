@@ -1,1 +1,5 @@
-"""mlxrl.cli"""
+"""The mlxrl command line."""
+
+from mlxrl.cli.app import main
+
+__all__ = ["main"]

@@ -14,12 +14,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 
-def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+def load_config(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, *, source: str | None = None
+) -> TrainConfig:
     """Read a config, put overrides over it, and validate the result.
 
     Args:
         path: a TOML file; None starts from the defaults.
         overrides: dotted names and values, for example {"optimizer.learning_rate": 1e-4}; they win over the file.
+        source: what messages call the config; by default the file's path.
 
     Raises:
         ConfigError: the file is missing or broken, or a field is unknown, of the wrong type, out of range or
@@ -28,7 +31,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     values = _read_toml(Path(path)) if path is not None else {}
     for name, value in (overrides or {}).items():
         _put(values, name, value)
-    return make_config(values, source=str(path) if path is not None else None)
+    return make_config(values, source=source or (str(path) if path is not None else None))
 
 
 def make_config(values: Mapping[str, Any], *, source: str | None = None) -> TrainConfig:

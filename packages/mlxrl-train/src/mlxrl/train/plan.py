@@ -45,7 +45,9 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
     """
     try:
         model = ModelShape.from_config(model_config(config.model_id))
-    except (ModelError, ValueError) as error:
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    except ValueError as error:
         raise ConfigError(f"model_id = {config.model_id!r}: {error}") from error
     run = run_shape(config, max_turns=config.max_turns or max_turns)
     budget = available_memory() if available_bytes is None else available_bytes

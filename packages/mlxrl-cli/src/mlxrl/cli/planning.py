@@ -1,0 +1,56 @@
+"""`plan`, and the preflight of `train`: the predicted memory as a table."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxrl.cli.configs import read_config
+from mlxrl.memory import human_bytes
+from mlxrl.train import ConfigError, Plan, TrainConfig, fitted_overrides, make_curriculum, make_plan
+from rich.console import Console
+from rich.table import Table
+
+GB = 2**30
+
+
+def run_plan(
+    path: Path | None, options: Mapping[str, Any], settings: Sequence[str], available_memory_gb: float | None
+) -> None:
+    """Print the plan of a config."""
+    config = read_config(path, options, settings)
+    show_plan(Console(), plan_of(config, available_memory_gb))
+
+
+def plan_of(config: TrainConfig, available_memory_gb: float | None) -> Plan:
+    """The memory plan of a config, with the turns its environment allows.
+
+    Raises:
+        ConfigError: the environment or the model's config.json cannot be had, or the budget is not above 0.
+    """
+    if available_memory_gb is not None and not available_memory_gb > 0:
+        raise ConfigError(f"--available-memory-gb must be above 0, got {available_memory_gb}.")
+    budget = None if available_memory_gb is None else max(1, int(available_memory_gb * GB))
+    return make_plan(config, max_turns=make_curriculum(config).max_turns, available_bytes=budget)
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """The prediction by part, whether it fits, and what to change where it does not."""
+    parts = plan.estimate
+    table = Table(title="predicted device memory", title_justify="left", box=None, show_header=False, padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for name in ("weights", "adapters", "kv_cache", "rollout_activations", "update_activations", "head", "overhead"):
+        table.add_row(name.replace("_", " "), human_bytes(getattr(parts, name)))
+    table.add_row("peak", human_bytes(parts.peak), style="bold")
+    console.print(table)
+    console.print(
+        "peak = weights + adapters + overhead + the larger of rollout (cache, activations) and update", style="dim"
+    )
+    for note in parts.notes:
+        console.print(f"note: {note}", style="dim", highlight=False)
+    console.print(plan.fit.reason, highlight=False)
+    for (field, value), proposal in zip(fitted_overrides(plan).items(), plan.fit.proposals, strict=True):
+        console.print(
+            f"  set {field} = {str(value).lower()} (was {str(proposal.old).lower()}): {human_bytes(proposal.peak)}",
+            highlight=False,
+        )

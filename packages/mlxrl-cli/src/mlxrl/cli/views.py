@@ -1,0 +1,189 @@
+"""What a run shows: a live view on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from mlxrl.rollout import Trajectory
+from mlxrl.train import Evaluation, Observer, Session, TrainConfig, TrainResult
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 60
+
+
+class PlainView(Observer):
+    """A line a step."""
+
+    def __init__(self, console: Console, config: TrainConfig):
+        self.console, self.config = console, config
+        self.started = time.perf_counter()
+        self.rewards: list[float] = []
+        self.accuracies: list[tuple[int, float]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def on_start(self, session: Session, folder: Path, first_step: int) -> None:
+        for line in describe_session(session, folder, first_step):
+            self.say(line)
+
+    def on_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self.accuracies.append((step, evaluation.accuracy))
+        self.say(evaluation_line(self.config, step, evaluation))
+
+    def on_step(self, metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
+        self.rewards.append(metrics["reward"])
+        self.say(step_line(self.config, metrics, self.seconds_left(metrics)))
+
+    def on_end(self, result: TrainResult) -> None:
+        self.say(f"\n{summary(self, result)}")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def seconds_left(self, metrics: dict[str, float]) -> float:
+        """Time left at the pace so far."""
+        pace = (time.perf_counter() - self.started) / max(1, len(self.rewards))
+        return pace * (self.config.steps - metrics["step"])
+
+
+class LiveView(PlainView):
+    """A progress bar, the reward curve, the latest numbers and a sample, redrawn in place."""
+
+    def __init__(self, console: Console, config: TrainConfig):
+        super().__init__(console, config)
+        self.progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeRemainingColumn(), console=console
+        )
+        self.bar = self.progress.add_task("steps", total=config.steps)
+        self.latest: dict[str, float] = {}
+        self.sample = ""
+        self.live = Live(self, console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        self.live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.live.stop()
+
+    def __rich__(self) -> Group:
+        return Group(
+            self.progress,
+            *(
+                [self._numbers(), Text(self.sample, style="dim", overflow="ellipsis", no_wrap=True)]
+                if self.latest
+                else []
+            ),
+        )
+
+    def on_start(self, session: Session, folder: Path, first_step: int) -> None:
+        super().on_start(session, folder, first_step)
+        self.progress.update(self.bar, completed=first_step)
+
+    def on_step(self, metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
+        self.rewards.append(metrics["reward"])
+        self.latest = metrics
+        best = max(trajectories, key=lambda trajectory: trajectory.reward or 0.0)
+        self.sample = " ".join(f"{best.turns[-1].observation} → {best.completion}".split()) if best.turns else ""
+        self.progress.update(self.bar, completed=metrics["step"])
+
+    def on_end(self, result: TrainResult) -> None:
+        self.live.stop()
+        super().on_end(result)
+
+    def _numbers(self) -> Table:
+        table = Table(box=None, show_header=False, padding=(0, 2))
+        latest = self.latest
+        table.add_row("reward", f"{latest['reward']:.3f}", curve(self.rewards))
+        table.add_row(
+            "length", f"{latest['completions/mean_length']:.1f}", f"{latest['completions/clipped_ratio']:.0%} cut off"
+        )
+        table.add_row("speed", f"{latest['tokens_per_second']:.0f}", "tokens/s in rollouts")
+        table.add_row("entropy", f"{latest['entropy']:.3f}", f"gradient norm {latest['grad_norm']:.3f}")
+        return table
+
+
+def make_view(console: Console, config: TrainConfig) -> PlainView:
+    """The view for where the output goes."""
+    return LiveView(console, config) if console.is_terminal else PlainView(console, config)
+
+
+def describe_session(session: Session, folder: Path, first_step: int) -> list[str]:
+    """What is about to be trained, in a few lines."""
+    report, config = session.report, session.config
+    inactive = (
+        "" if config.iogpu_wired_limit_mb is None or _on_metal() else "  (iogpu_wired_limit_mb is inactive: no Metal)"
+    )
+    return [
+        f"model    {config.model_id}: {report.model_type}, {report.total_parameters:,} parameters, {report.dtype}, "
+        f"quantization {report.quantization}{inactive}",
+        f"adapter  rank {config.rank} on {report.adapted_layers} layers, {report.trainable_parameters:,} parameters",
+        f"task     {config.env_name}: {len(session.curriculum.train)} tasks, "
+        f"{', '.join(reward.name for reward in session.curriculum.rewards)}",
+        f"run      {config.algorithm.name}, {config.steps} steps of {config.groups_per_step} x {config.group_size} "
+        f"samples, seed {config.seed}, into {folder}" + (f", from step {first_step}" if first_step else ""),
+    ]
+
+
+def evaluation_line(config: TrainConfig, step: int, evaluation: Evaluation) -> str:
+    """The outcome of an evaluation."""
+    how = "greedy" if config.eval.temperature == 0 else f"temperature {config.eval.temperature:g}"
+    when = "before training" if step == 0 else f"after step {step}"
+    return (
+        f"held-out accuracy {when}: {evaluation.accuracy:.3f}  (reward {evaluation.reward:.3f}, "
+        f"{evaluation.mean_length:.1f} tokens, {len(evaluation.trajectories)} tasks, {how})"
+    )
+
+
+def step_line(config: TrainConfig, metrics: dict[str, float], seconds_left: float) -> str:
+    """The numbers of a step."""
+    return (
+        f"step {metrics['step']:>4.0f}/{config.steps}  reward {metrics['reward']:6.3f}  "
+        f"length {metrics['completions/mean_length']:6.1f}  entropy {metrics['entropy']:.3f}  "
+        f"kl {metrics['kl']:.4f}  grad {metrics['grad_norm']:.3f}  {metrics['tokens_per_second']:6.0f} tok/s  "
+        f"{metrics['time/step']:5.2f} s  left {clock(seconds_left)}"
+    )
+
+
+def summary(view: PlainView, result: TrainResult) -> str:
+    """What the run came to."""
+    lines = [f"reward   {curve(view.rewards)}"] if view.rewards else []
+    if len(view.rewards) >= 10:
+        first, last = sum(view.rewards[:5]) / 5, sum(view.rewards[-5:]) / 5
+        lines.append(f"reward, mean of 5 steps: {first:.3f} at the start, {last:.3f} at the end")
+    if len(view.accuracies) >= 2:
+        lines.append(f"held-out accuracy: {view.accuracies[0][1]:.3f} before, {view.accuracies[-1][1]:.3f} after")
+    lines.append(f"{clock(time.perf_counter() - view.started)} in all; adapter in {result.folder / 'adapters'}")
+    return "\n".join(lines)
+
+
+def curve(values: Sequence[float]) -> str:
+    """Numbers as a line of bars, newest on the right."""
+    per_bar = max(1, -(-len(values) // CURVE_WIDTH))
+    means = [sum(part) / len(part) for i in range(0, len(values), per_bar) if (part := values[i : i + per_bar])]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in means)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as minutes:seconds, with hours where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _on_metal() -> bool:
+    import mlx.core as mx
+
+    return mx.metal.is_available()

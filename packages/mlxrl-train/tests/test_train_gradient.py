@@ -1,0 +1,224 @@
+"""The gradient of a batch is that of its definition, however the batch is cut, padded or ordered."""
+
+import math
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlxrl.algo import algorithm_names, make_algorithm
+from mlxrl.rollout import Role
+from mlxrl.train import Objective, batch_gradient, make_batch
+
+ALGORITHMS = algorithm_names()
+# On-policy without KL, and off-policy with a KL and the world-model term: the two ends of what a step can hold.
+MODES = {"on-policy": (0.0, 0.0, False), "off-policy": (0.1, 0.05, True)}
+
+
+def build(name, **options):
+    """The algorithm, its constant length given where it needs one."""
+    algorithm = make_algorithm(name, **options)
+    if algorithm.reduction.name == "sequence_max_tokens" and algorithm.reduction.max_tokens is None:
+        return make_algorithm(name, max_tokens=16, **options)
+    return algorithm
+
+
+@pytest.fixture
+def episodes(episode):
+    """Two groups of several lengths and turns, one episode failed, one truncated."""
+    return [
+        episode(0, (9, 2), reward=1.0, echo=True, turn_rewards=(0.25, 0.75)),
+        episode(0, (1,), reward=0.0, seed=1),
+        episode(0, (5, 3, 4), reward=0.4, echo=True, seed=2, turn_rewards=(0.1, 0.2, 0.1)),
+        episode(1, (4,), reward=-0.5, truncated=True),
+        episode(1, (7, 1), reward=2.0, echo=True, seed=1, turn_rewards=(2.0, 0.0)),
+        episode(1, (6, 6), reward=9.0, echo=True, seed=2, failed=True),
+        episode(1, (2, 2), reward=0.7, echo=True, seed=3, context="turn", turn_rewards=(0.7, 0.0)),
+    ]
+
+
+def batch_of(model, episodes, algorithm, *, beta=0.0, old=False, **options):
+    batch = make_batch(
+        model,
+        episodes,
+        algorithm,
+        rewards=[[episode.reward] for episode in episodes],
+        reward_weights=[1.0],
+        temperature=0.7,
+        reference=beta > 0,
+        old=old,
+        **options,
+    )
+    if not old:
+        return batch
+    # the policy was another when it was scored: each log-prob differs by up to 0.3 nats, by the tokens alone
+    noise = [0.3 * math.sin(37.0 * float(x)) for x in batch.view.sampler_logprobs.flatten().tolist()]
+    moved = batch.view.old_logprobs + mx.array(noise).reshape(batch.view.old_logprobs.shape)
+    return replace(batch, view=replace(batch.view, old_logprobs=moved))
+
+
+def flat(gradient):
+    return np.concatenate([np.asarray(value, dtype=np.float64).ravel() for _, value in tree_flatten(gradient)])
+
+
+def gradient_of(model, batch, algorithm, mode, **limits):
+    beta, alpha, _ = MODES[mode]
+    gradient, metrics = batch_gradient(model, batch, Objective(algorithm, beta=beta, echo_alpha=alpha), **limits)
+    return flat(gradient), metrics
+
+
+def distance(a, b):
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+LIMITS = [{"max_rows": 1}, {"max_rows": 2}, {"max_rows": 3}, {"max_tokens": 40}]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_is_the_same_for_every_cut_and_order(load, episodes, name, mode):
+    model, algorithm = load(), build(name)
+    beta, _, old = MODES[mode]
+    whole = batch_of(model, episodes, algorithm, beta=beta, old=old)
+    expected, metrics = gradient_of(model, whole, algorithm, mode)
+    assert np.linalg.norm(expected) > 1e-3
+    for limits in LIMITS:
+        got, cut_metrics = gradient_of(model, whole, algorithm, mode, **limits)
+        assert distance(got, expected) < 5e-6, limits
+        assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5), limits
+    order = [3, 6, 0, 5, 2, 4, 1]
+    shuffled = batch_of(model, [episodes[i] for i in order], algorithm, beta=beta, old=old)
+    got, _ = gradient_of(model, shuffled, algorithm, mode, max_rows=2)
+    assert distance(got, expected) < 5e-6
+    # advantages go with their rows, exactly
+    np.testing.assert_array_equal(np.array(shuffled.advantages), np.array(whole.advantages)[order])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_in_float64_the_cuts_agree_to_ten_digits(load, episodes, name):
+    model, algorithm = load(), build(name)
+    model.set_dtype(mx.float64)
+    batch = batch_of(model, episodes, algorithm, beta=0.1, old=True)
+    expected, _ = gradient_of(model, batch, algorithm, "off-policy")
+    for limits in LIMITS[:2]:
+        got, _ = gradient_of(model, batch, algorithm, "off-policy", **limits)
+        assert distance(got, expected) < 1e-10, limits
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_padding_changes_nothing(load, episode, episodes, name):
+    model, algorithm = load(), build(name)
+    batch = batch_of(model, episodes, algorithm, beta=0.1, old=True)
+    expected, _ = gradient_of(model, batch, algorithm, "off-policy")
+    other_pad, _ = gradient_of(model, batch, algorithm, "off-policy", pad_token_id=42)
+    np.testing.assert_array_equal(other_pad, expected)  # padding stands behind the row: it is never attended to
+    # a failed episode counts nowhere; it only makes every row 60 tokens wider
+    wider = batch_of(model, [*episodes, episode(1, (60,), failed=True)], algorithm, beta=0.1, old=True)
+    assert wider.weights.shape[1] == 60
+    got, _ = gradient_of(model, wider, algorithm, "off-policy")
+    assert distance(got, expected) < 5e-6
+
+
+class Probed(nn.Module):
+    """A model whose logits get zeros added; the zeros' gradient is that of the logits."""
+
+    def __init__(self, inner, rows, length, vocabulary):
+        super().__init__()
+        object.__setattr__(self, "_inner", inner)  # no child: only the probe is trainable
+        self.probe = mx.zeros((rows, length, vocabulary))
+
+    @property
+    def layers(self):
+        return self._inner.layers
+
+    def __call__(self, tokens):
+        return self._inner(tokens) + self.probe
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_sits_exactly_at_the_tokens_that_are_trained(load, episode, name, mode):
+    episodes = [  # widths fall, so that a micro-batch has the rows in this order
+        episode(0, (9, 2), reward=1.0, echo=True, turn_rewards=(0.3, 0.7)),
+        episode(0, (5, 3), reward=0.0, echo=True, seed=1, turn_rewards=(0.0, 0.0)),
+        episode(0, (4, 3), reward=5.0, echo=True, seed=2, failed=True),
+        episode(0, (1,), reward=0.7, seed=3, prompt=2),
+    ]
+    plain, algorithm = load(), build(name)
+    beta, alpha, old = MODES[mode]
+    batch = batch_of(plain, episodes, algorithm, beta=beta, old=old)
+    sound = [episodes[0], episodes[1], episodes[3]]  # the failed one is not run: nothing of it is trained
+    length = len(sound[0].segments[0].token_ids)
+    probed = Probed(plain, len(sound), length - 1, 101)
+    gradient, metrics = batch_gradient(probed, batch, Objective(algorithm, beta=beta, echo_alpha=alpha))
+    assert metrics["scored_rows"] == 3
+    moved = np.abs(np.array(gradient["probe"])).sum(axis=-1) > 0
+    trained = np.zeros_like(moved)
+    for row, trajectory in enumerate(sound):
+        roles = trajectory.segments[0].roles
+        assert roles[-1] == Role.ACTION  # the sampled end of sequence
+        # the logits at a place predict the token after it
+        trained[row, : len(roles) - 1] = (roles[1:] == Role.ACTION) | ((roles[1:] == Role.ECHO) & (alpha > 0))
+    np.testing.assert_array_equal(moved, trained)
+
+
+def test_an_environment_token_is_read_by_the_actions_after_it_and_by_none_before(load, episode):
+    model, algorithm = load(), build("grpo")
+    one = episode(0, (4, 5), reward=1.0)
+    segment = one.segments[0]
+    (place,) = np.flatnonzero((segment.turns == 1) & (segment.roles == Role.MASKED))[:1]
+    other_ids = segment.token_ids.copy()
+    other_ids[place] += 1
+    other = replace(one, segments=(replace(segment, token_ids=other_ids),))
+    batch = make_batch(model, [one, other], algorithm, rewards=[[1.0], [0.0]], reward_weights=[1.0], old=True)
+    difference = np.abs(np.array(batch.view.old_logprobs[0] - batch.view.old_logprobs[1]))
+    assert (difference[:4] == 0).all()  # the first turn's four tokens stand before it
+    assert (difference[4:9] > 1e-4).all()  # the second turn's five behind it
+
+
+# Algorithms whose loss holds a constant that is really a function of the policy: fixed here, so that differences see
+# what the gradient sees.
+DIFFERENTIABLE = {"cispo": {"cap": 1e-3}}  # min(rho, cap) = cap everywhere
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_is_that_of_finite_differences(load, episodes, name):
+    model, algorithm = load(), build(name, **DIFFERENTIABLE.get(name, {}))
+    model.set_dtype(mx.float64)
+    batch = batch_of(model, episodes, algorithm, beta=0.1, old=True)
+    objective = Objective(algorithm, beta=0.1, echo_alpha=0.05)
+    gradient, _ = batch_gradient(model, batch, objective)
+    # the largest entry of each kind of factor, once at the first and once at the last projection
+    leaves = dict(tree_flatten(gradient))
+    names = sorted(leaves)
+    for leaf in (names[0], names[1], names[-2], names[-1]):
+        values = np.array(leaves[leaf])
+        place = np.unravel_index(np.abs(values).argmax(), values.shape)
+        start = dict(tree_flatten(model.trainable_parameters()))[leaf]
+        losses = []
+        for sign in (1, -1):
+            shifted = np.array(start)
+            shifted[place] += sign * 1e-2
+            model.update(tree_unflatten([(leaf, mx.array(shifted, dtype=mx.float64))]))
+            losses.append(batch_gradient(model, batch, objective)[1]["loss"])
+        model.update(tree_unflatten([(leaf, start)]))
+        # central differences err by the square of the step; losses near 1 are rounded at 1e-7, over 2e-2
+        assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(values[place], rel=2e-2, abs=2e-5), leaf
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_rewards_that_are_shifted_or_stretched_give_the_same_advantages(load, episode, name):
+    def advantages(change):
+        episodes = [episode(g, (2, 3), reward=change(r), seed=i) for i, (g, r) in enumerate(rewards)]
+        return np.array(batch_of(model, episodes, algorithm).advantages)
+
+    rewards = [(0, 0.0), (0, 1.0), (0, 0.25), (1, 0.5), (1, 2.0), (1, 1.0)]
+    model, algorithm = load(), build(name)
+    plain = advantages(lambda r: r)
+    assert np.abs(plain).max() > 0.3
+    np.testing.assert_allclose(advantages(lambda r: r + 7), plain, atol=1e-5)
+    stretched = advantages(lambda r: 3 * r)
+    same, thrice = (np.allclose(stretched, factor * plain, atol=1e-4) for factor in (1, 3))
+    assert same != thrice  # normalised, or only centred
