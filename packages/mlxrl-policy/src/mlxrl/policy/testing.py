@@ -4,7 +4,9 @@ They are mlx-lm's own classes at toy sizes: float32, seeded, a few ten thousand 
 """
 
 import json
+import re
 import string
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+"""Prefix-preserving: a longer conversation starts with the text of the shorter one."""
+THINKING_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{{ message.content.split('</think>')[-1] if message.role == 'assistant' else message.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+"""Rewrites history, as Qwen3's does: thoughts of earlier turns go, and `enable_thinking=False` writes an empty one."""
 
 _SHARED: dict[str, Any] = {
     "hidden_size": 64,
@@ -59,19 +69,28 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "norm_topk_prob": True,
     },
+    "gemma2": {**_SHARED, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 50.0},
     "gemma3_text": {**_SHARED, "sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
     "cohere": {**_SHARED, "logit_scale": 0.25, "layer_norm_eps": 1e-5, "use_qk_norm": False},
 }
-"""Configs by model type: dense (tied, untied, with a logit scale), gated-delta hybrid, experts, sliding window."""
+"""Configs by model type: dense (tied, untied, logit scale, soft caps), gated-delta hybrid, experts, sliding window."""
 
 
-def make_tiny_model(folder: str | Path, model_type: str = "qwen3", *, seed: int = 0, **config: Any) -> Path:
+def make_tiny_model(
+    folder: str | Path,
+    model_type: str = "qwen3",
+    *,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **config: Any,
+) -> Path:
     """Write a tiny random model and its tokenizer in mlx-lm format.
 
     Args:
         folder: where to; made if need be.
         model_type: a key of `ARCHITECTURES`.
         seed: seed of the weights.
+        tokenizer: by default `character_tokenizer()`.
         **config: further fields of config.json, or other values for those of `ARCHITECTURES`.
 
     Returns:
@@ -84,7 +103,7 @@ def make_tiny_model(folder: str | Path, model_type: str = "qwen3", *, seed: int 
         raise ValueError(f"model_type must be one of {', '.join(sorted(ARCHITECTURES))}, got {model_type!r}.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = character_tokenizer()
+    tokenizer = tokenizer or character_tokenizer()
     tokenizer.save_pretrained(folder)
     description: dict[str, Any] = {
         "model_type": model_type,
@@ -94,36 +113,76 @@ def make_tiny_model(folder: str | Path, model_type: str = "qwen3", *, seed: int 
     }
     description.get("text_config", description)["vocab_size"] = len(tokenizer)
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    mx.random.seed(seed)  # before the model is built: what `_draw` keeps is drawn there
     model, _ = load_model(folder, lazy=True, strict=False)
-    mx.random.seed(seed)
-    drawn = [(name, _draw(name, value)) for name, value in tree_flatten(model.parameters())]
+    # Gemma scales what it embeds by sqrt(hidden_size), and norms by 1 + weight: smaller rows give the same liveliness
+    embedding = 0.08 if model_type.startswith("gemma") else 0.2
+    drawn = [(name, _draw(name, value, embedding)) for name, value in tree_flatten(model.parameters())]
     model.update(tree_unflatten(drawn))
     save_model(folder, model)
     return folder
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for every printable ASCII character, five special tokens and a chat template."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *string.printable[:95], "\n"])}
+def make_scripted_model(folder: str | Path, follows: Mapping[str, str]) -> Path:
+    """Write a model that says what it is told to: its next token depends on the last one alone, and is certain.
+
+    Args:
+        folder: where to; made if need be.
+        follows: per token the one that comes next, e.g. `{"<|assistant|>": "g", "g": "o"}` to answer "go"; after any
+            other token the end token comes.
+
+    Returns:
+        The folder, ready for `mlx_lm.load` and `load_policy_with_lora`.
+    """
+    tokenizer = character_tokenizer()
+    size = len(tokenizer)
+    sizes = {"hidden_size": size, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    folder = make_tiny_model(folder, "llama", tokenizer=tokenizer, **sizes)
+    model, _ = load_model(folder)
+    for layer in (model.layers[0].self_attn.o_proj, model.layers[0].mlp.down_proj):
+        layer.weight = mx.zeros_like(layer.weight)  # the block adds nothing: token x arrives at the head as row x
+    successors = [tokenizer.eos_token_id] * size
+    for token, successor in follows.items():
+        successors[tokenizer.convert_tokens_to_ids(token)] = tokenizer.convert_tokens_to_ids(successor)
+    model.model.embed_tokens.weight = mx.eye(size)
+    # row x is scaled by the norm to sqrt(size), about 10; 20 times that leaves every other token exp(-200) = 0
+    model.lm_head.weight = 20 * mx.eye(size)[mx.array(successors)].T
+    save_model(folder, model)
+    return folder
+
+
+def character_tokenizer(
+    *, chat_template: str = CHAT_TEMPLATE, merges: Sequence[str] = (), pad: str = PAD
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for every printable ASCII character, five special tokens and a chat template.
+
+    Args:
+        chat_template: `CHAT_TEMPLATE`, `THINKING_TEMPLATE` or another.
+        merges: texts that are one token, e.g. `["ab"]`; sampled as "a" then "b", they come back as another token when
+            the text is encoded again.
+        pad: the padding token; `EOS` gives a tokenizer that pads with its end token.
+    """
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *string.printable[:95], "\n", *merges])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    pieces = "|".join([*map(re.escape, merges), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, additional_special_tokens=SPECIAL_TOKENS[2:]
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=pad, additional_special_tokens=SPECIAL_TOKENS[2:]
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return fast
 
 
-def wrapped_character_tokenizer() -> TokenizerWrapper:
-    """The same as mlx-lm hands it out."""
-    return TokenizerWrapper(character_tokenizer())
+def wrapped_character_tokenizer(**options: Any) -> TokenizerWrapper:
+    """`character_tokenizer(**options)` as mlx-lm hands it out."""
+    return TokenizerWrapper(character_tokenizer(**options))
 
 
-def _draw(name: str, value: mx.array) -> mx.array:
-    """Weights wide enough that a random model's next-token distribution is far from uniform."""
+def _draw(name: str, value: mx.array, embedding: float) -> mx.array:
+    """Weights wide enough that the next token is far from uniform, with embeddings small enough not to be copied."""
     if value.ndim < 2 or not mx.issubdtype(value.dtype, mx.floating) or "conv" in name:
         return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
-    spread = 0.5 if "embed" in name else 1.5 * value.shape[-1] ** -0.5
+    spread = embedding if "embed" in name else 1.5 * value.shape[-1] ** -0.5
     return mx.random.normal(value.shape) * spread
