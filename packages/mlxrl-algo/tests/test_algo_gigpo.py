@@ -183,6 +183,22 @@ def test_failed_trajectories_leave_episodes_and_anchors():
     assert algorithm.step_metrics(batch) == algorithm.step_metrics(batch_of())
 
 
+@pytest.mark.parametrize("reward_beta", [0.0, 0.1])
+def test_a_failed_trajectory_may_break_off_in_a_turn_it_never_finished(reward_beta):
+    # The tokens of the last row say turn 3, but only one turn was recorded.
+    zeros = mx.zeros((4, 9))
+    whole = batch_of(
+        [*STATES, ["A"]],
+        [*REWARDS, [0.0]],
+        valid=[True, True, True, False],
+        old_logprobs=zeros,
+        reference_logprobs=zeros,
+    )
+    broken = replace(whole, turns=mx.where(mx.arange(4)[:, None] == 3, 3, whole.turns))
+    algorithm = GiGPOAlgorithm(reward_beta=reward_beta)
+    assert algorithm.advantages(broken).tolist() == algorithm.advantages(whole).tolist()
+
+
 def test_the_kl_in_the_reward_is_charged_to_its_turn():
     # One turn more likely than the reference by 1 nat on each of its two tokens: trajectory 1, turn 1 (state B).
     # At beta 0.1 the reward 1 becomes 0.8; returns of A: 0.8, 1, 1, 0, mean 0.7; B: 0.8, 0; episodes 0.8, 1, 0.

@@ -220,6 +220,19 @@ def test_garbage_never_reaches_the_other_terms(garbage):
         assert truncated_weights(ratio).tolist() == masked_weights(ratio).tolist() == [[1.0, 1.0]]
 
 
+def test_a_loss_with_given_weights_can_be_compiled():
+    algorithm = make_algorithm("gspo")
+    logp, old, _, advantages, mask = example(seed=6)
+    weights = reduction_weights(algorithm.reduction, mask)
+
+    def loss(x):
+        return algorithm.compute_loss(
+            policy_logprobs=x, old_policy_logprobs=old, advantages=advantages, completion_mask=mask, weights=weights
+        ).loss
+
+    assert mx.compile(loss)(logp).item() == pytest.approx(loss(logp).item(), abs=1e-6)
+
+
 def test_the_metrics_count_action_tokens_only():
     algorithm = make_algorithm("dapo")
     logp = mx.log(mx.array([[1.5, 1.0, 9.0], [0.5, 9.0, 9.0]]))

@@ -110,6 +110,11 @@ def test_only_rloo_needs_groups_of_two():
     assert {name for name, cls in CLASSES.items() if cls.minimum_group_size > 1} == {"rloo"}
 
 
+def test_rloo_and_reinforcepp_charge_their_kl_in_the_reward():
+    assert {name for name, cls in CLASSES.items() if cls.kl_placement == "reward"} == {"rloo", "reinforce++"}
+    assert {name for name, cls in CLASSES.items() if cls.kl_estimator != "k3"} == {"reinforce++"}
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value", "must"),
     [

@@ -28,7 +28,7 @@ from mlxrl.algo.gmpo import GMPOAlgorithm
 from mlxrl.algo.groups import GroupStructure, group_ids_of, group_members
 from mlxrl.algo.grpo import GRPOAlgorithm
 from mlxrl.algo.gspo import GSPOAlgorithm
-from mlxrl.algo.kl import KLEstimator, kl_k1, kl_k2, kl_k3, kl_penalty
+from mlxrl.algo.kl import KLEstimator, KLPlacement, kl_k1, kl_k2, kl_k3, kl_penalty
 from mlxrl.algo.options import option
 from mlxrl.algo.ratios import geometric_ratio, geometric_token_ratio, log_ratio, sequence_ratio, token_ratio
 from mlxrl.algo.reductions import (
@@ -81,6 +81,7 @@ __all__ = [
     "GroupRelativeAlgorithm",
     "GroupStructure",
     "KLEstimator",
+    "KLPlacement",
     "LossOutput",
     "PolicyGradientAlgorithm",
     "REINFORCEPPAlgorithm",

@@ -87,7 +87,7 @@ def standardised_advantages(
 def leave_one_out_advantages(rewards: Sequence[float | None], group_structure: GroupStructure) -> list[float]:
     """Return the reward minus the mean of the group's other rewards.
 
-    A_i = r_i - mean_{j != i} r_j = G / (G - 1) (r_i - mean_j r_j). Source: RLOO, arXiv 2402.14740, section 2.2.
+    A_i = r_i - mean_{j != i} r_j = G / (G - 1) (r_i - mean_j r_j). Source: RLOO, arXiv 2402.14740.
 
     Args:
         rewards: [B]; None abstains.

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import mlx.core as mx
 from mlxrl.algo.batch import AlgorithmBatch
 from mlxrl.algo.groups import GroupStructure
-from mlxrl.algo.kl import KLEstimator
+from mlxrl.algo.kl import KLEstimator, KLPlacement
 from mlxrl.algo.reductions import Reduction
 
 
@@ -43,6 +43,8 @@ class Algorithm(Protocol):
     """The smallest group size that a run may be configured with."""
     kl_estimator: ClassVar[KLEstimator]
     """The KL estimator that its paper puts into the loss, a trainer's default."""
+    kl_placement: ClassVar[KLPlacement]
+    """Where its paper charges the KL, a trainer's default: in the loss, or in the reward (option `reward_beta`)."""
 
     @property
     def reduction(self) -> Reduction:

@@ -11,7 +11,7 @@ from mlxrl.algo._checks import check_rank, check_shape
 from mlxrl.algo.algorithm import LossOutput
 from mlxrl.algo.batch import AlgorithmBatch
 from mlxrl.algo.groups import GroupStructure, group_ids_of
-from mlxrl.algo.kl import KLEstimator, kl_penalty
+from mlxrl.algo.kl import KLEstimator, KLPlacement, kl_penalty
 from mlxrl.algo.options import check_options, option, option_error
 from mlxrl.algo.ratios import token_ratio
 from mlxrl.algo.reductions import REDUCTIONS, TOKEN_MEAN, Reduction, reduction_weights
@@ -41,6 +41,8 @@ class PolicyGradientAlgorithm:
     """The paper."""
     kl_estimator: ClassVar[KLEstimator] = "k3"
     """The estimator that the paper puts into the loss."""
+    kl_placement: ClassVar[KLPlacement] = "loss"
+    """Where the paper charges the KL."""
     minimum_group_size: ClassVar[int] = 1
     """The smallest group size that a run may be configured with."""
 

@@ -24,7 +24,7 @@ class GiGPOAlgorithm(ClippedAlgorithm):
 
     A^E is the episode's reward relative to the task group, A^S the turn's return to go relative to the anchor group:
     the turns of the same task group taken in the same state. What the total reward holds beyond the turn rewards is
-    earned in the last turn. Source: arXiv 2505.10978, equations 3 to 8.
+    earned in the last turn. Source: arXiv 2505.10978, section 4.
 
     Attributes:
         omega: weight of the turn's advantage.
@@ -58,13 +58,13 @@ class GiGPOAlgorithm(ClippedAlgorithm):
             ValueError: an action token belongs to a turn its trajectory does not have.
         """
         totals, rewards, states = batch.total_rewards, _turn_rewards(batch), _turn_states(batch)
-        mask = batch.action_mask
-        _check_turns(batch, [len(row) for row in rewards])
+        mask = batch.action_mask * mx.array(batch.counted)[:, None]
+        _check_turns(batch.turns, mask, [len(row) for row in rewards])
         if self.reward_beta:
             kls, turns = token_kl(batch), action_values(batch.turns, mask)
             totals = charge_kl(totals, kls, self.reward_beta)
             for row, row_kls, row_turns in zip(rewards, kls, turns, strict=True):
-                for kl, turn in zip(row_kls, row_turns, strict=True):
+                for kl, turn in zip(row_kls, row_turns, strict=False):  # rows that do not count have no turns here
                     row[int(turn)] -= self.reward_beta * kl
         combined = self._combined(totals, rewards, states, batch.group_ids)
         width = max((len(row) for row in combined), default=1)
@@ -144,12 +144,12 @@ def _turn_rewards(batch: AlgorithmBatch) -> list[list[float]]:
     return table
 
 
-def _check_turns(batch: AlgorithmBatch, counts: Sequence[int]) -> None:
-    turns_B_T = mx.where(batch.action_mask != 0, batch.turns, 0)
-    extremes: list[tuple[int, int]] = list(
-        zip(mx.min(turns_B_T, axis=1).tolist(), mx.max(turns_B_T, axis=1).tolist(), strict=True)  # pyright: ignore
-    )
-    for row, (low, high) in enumerate(extremes):
+def _check_turns(turns: mx.array, mask: mx.array, counts: Sequence[int]) -> None:
+    """Raise ValueError where an action token of a row that counts names a turn that is not there."""
+    turns_B_T = mx.where(mask != 0, turns, 0)
+    lows: list[int] = mx.min(turns_B_T, axis=1).tolist()  # pyright: ignore
+    highs: list[int] = mx.max(turns_B_T, axis=1).tolist()  # pyright: ignore
+    for row, (low, high) in enumerate(zip(lows, highs, strict=True)):
         if low < 0 or high >= counts[row]:
             raise ValueError(
                 f"turns must lie in [0, {counts[row]}) at the action tokens of row {row}, "

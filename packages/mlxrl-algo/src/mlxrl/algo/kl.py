@@ -7,6 +7,7 @@ from mlxrl.algo._arrays import EXP_LIMIT, keep, promote
 from mlxrl.algo._checks import check_shape
 
 KLEstimator = Literal["k1", "k2", "k3"]
+KLPlacement = Literal["loss", "reward"]
 
 
 def kl_k1(logp: mx.array, ref: mx.array) -> mx.array:

@@ -9,7 +9,7 @@ from mlxrl.algo.advantages import centred_advantages, weighted_rewards
 from mlxrl.algo.base import RewardTable
 from mlxrl.algo.batch import AlgorithmBatch
 from mlxrl.algo.families import ClippedAlgorithm
-from mlxrl.algo.kl import KLEstimator
+from mlxrl.algo.kl import KLEstimator, KLPlacement
 from mlxrl.algo.options import option, option_error
 from mlxrl.algo.returns import paint_tokens, reinforcepp_returns, whitened
 from mlxrl.algo.shaping import action_values, token_kl
@@ -31,6 +31,7 @@ class REINFORCEPPAlgorithm(ClippedAlgorithm):
     name: ClassVar[str] = "reinforce++"
     source: ClassVar[str] = "arXiv 2501.03262"
     kl_estimator: ClassVar[KLEstimator] = "k2"
+    kl_placement: ClassVar[KLPlacement] = "reward"
 
     baseline: bool = False
     eps: float = option(1e-6, 0)

@@ -32,7 +32,7 @@ def reinforcepp_returns(
     """Return the return to go of every action token, with the KL charged token by token.
 
     R_t = r - beta sum_{s >= t} k1_s over the action tokens s; the reward r comes at the last of them, and tokens in
-    between that are no actions carry the return along. Source: REINFORCE++, arXiv 2501.03262, section 3.1.
+    between that are no actions carry the return along. Source: REINFORCE++, arXiv 2501.03262.
 
     Args:
         rewards: [B]; None abstains.
@@ -57,7 +57,7 @@ def whitened(values: Sequence[Sequence[float]], eps: float = 1e-6) -> list[list[
     """Return values with mean 0 and standard deviation 1 over all tokens of the batch.
 
     (x - mean) / (std + eps), both over every token; equal values give exactly 0. Source: REINFORCE++,
-    arXiv 2501.03262, section 3.1.
+    arXiv 2501.03262.
 
     Args:
         values: [B][n_i], rows of any lengths.

@@ -51,7 +51,7 @@ def token_kl(batch: AlgorithmBatch) -> list[list[float]]:
 def charge_kl(rewards: Sequence[float | None], token_kls: Sequence[Sequence[float]], beta: float) -> list[float | None]:
     """Return the rewards less the KL of the whole trajectory.
 
-    r'_i = r_i - beta sum_t (log pi - log ref). Source: RLOO, arXiv 2402.14740, section 2.1.
+    r'_i = r_i - beta sum_t (log pi - log ref). Source: RLOO, arXiv 2402.14740.
 
     Args:
         rewards: [B]; None abstains.

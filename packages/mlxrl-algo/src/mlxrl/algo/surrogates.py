@@ -32,7 +32,7 @@ def is_clipped(ratio: mx.array, advantages: mx.array, clip_low: float | None, cl
 def unclipped_surrogate(ratio: mx.array, advantages: mx.array) -> mx.array:
     """Return -rho A, whose on-policy gradient is that of REINFORCE.
 
-    Source: importance-weighted policy gradient; arXiv 2402.14740 (RLOO), equation 1.
+    Source: importance-weighted policy gradient; RLOO, arXiv 2402.14740.
 
     Args:
         ratio: [B, T].
