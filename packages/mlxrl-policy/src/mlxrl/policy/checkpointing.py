@@ -5,6 +5,7 @@ block's *instance* is moved to a subclass of its class, so another model of the 
 with a cache (decoding) goes straight through.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -37,21 +38,44 @@ def _recomputing(block_class: type) -> type:
             if not all(_is_plain(value) for value in (*args, *kwargs.values())):  # a cache: this is decoding
                 return block_class.__call__(self, *args, **kwargs)
 
-            def run(parameters: dict, key: mx.array, *args: Any, **kwargs: Any) -> Any:
-                self.update(parameters)
-                outer_key = mx.random.state[0]
-                mx.random.state[0] = key  # so that the recomputation draws the same dropout masks
-                try:
-                    return block_class.__call__(self, *args, **kwargs)
-                finally:
-                    mx.random.state[0] = outer_key
+            draws = any(module.training for module in self.modules())  # dropout
+            replay = _Replay() if draws else nullcontext()
 
-            mx.random.state[0], key = mx.random.split(mx.random.state[0])
-            return mx.checkpoint(run)(self.trainable_parameters(), key, *args, **kwargs)
+            def run(parameters: dict, *args: Any, **kwargs: Any) -> Any:
+                self.update(parameters)
+                with replay:
+                    return block_class.__call__(self, *args, **kwargs)
+
+            return mx.checkpoint(run)(self.trainable_parameters(), *args, **kwargs)
 
         subclass = type(f"Recomputing{block_class.__name__}", (block_class,), {"__call__": call})
         _subclasses[block_class], _plain_classes[subclass] = subclass, block_class
     return _subclasses[block_class]
+
+
+class _Replay:
+    """Entered again, it draws the random numbers of the first time again, and leaves the outer state as it was."""
+
+    def __init__(self) -> None:
+        self.start: int | None = None
+        self.outer: int | None = None
+
+    def __enter__(self) -> None:
+        if self.start is None:
+            self.start = _random_state()
+        else:
+            self.outer = _random_state()
+            mx.random.seed(self.start)
+
+    def __exit__(self, *_: object) -> None:
+        if self.outer is not None:
+            mx.random.seed(self.outer)
+
+
+def _random_state() -> int:
+    """MLX's global random state as the seed that brings it back."""
+    high, low = mx.random.state[0].tolist()
+    return high << 32 | low
 
 
 def _is_plain(value: Any) -> bool:
