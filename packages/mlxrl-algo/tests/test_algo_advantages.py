@@ -190,6 +190,16 @@ def test_the_estimator_is_an_option_of_group_relative_algorithms(advantage, expe
     assert make_algorithm("grpo", advantage=advantage).compute_advantages([3, 1], 2).tolist() == approx(expected, 1e-5)
 
 
+@pytest.mark.parametrize("advantage", ["standardised", "gdpo"])
+def test_the_sample_standard_deviation_is_an_option_of_the_algorithm(advantage):
+    # Groups (2, 0) and (1, 1, 4): with ddof 1 std sqrt(2) and sqrt(3), so 0.707107 and 2 / 1.732051 = 1.154701.
+    # gdpo then divides by the std of all five values, sqrt((2 * 0.5 + 2 / 3 + 4 / 3) / 5) = 0.774597.
+    algorithm = make_algorithm("grpo", advantage=advantage, ddof=1, eps=0.0)
+    advantages = algorithm.compute_advantages([2, 0, 1, 1, 4], ["a", "a", "b", "b", "b"]).tolist()
+    scale = 0.774597 if advantage == "gdpo" else 1.0
+    assert advantages == approx([a / scale for a in (0.707107, -0.707107, -0.577350, -0.577350, 1.154701)], 1e-5)
+
+
 def test_drgrpo_normalises_on_request():
     # Rewards 4, 0: centred +-2, std 2.
     assert make_algorithm("dr-grpo").compute_advantages([4, 0], 2).tolist() == [2.0, -2.0]

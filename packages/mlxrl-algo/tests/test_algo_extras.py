@@ -110,9 +110,14 @@ def test_truncation_caps_and_masking_drops():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_corrections_are_constants_for_the_gradient(level):
-    slope = mx.grad(lambda x: mx.sum(truncated_weights(sampler_ratio(x, SAMPLER, TOKENS, level))))(OLD)
+def test_the_sampler_ratio_is_a_constant_for_the_gradient(level):
+    slope = mx.grad(lambda x: mx.sum(sampler_ratio(x, SAMPLER, TOKENS, level)))(OLD)
     assert slope.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("correct", [truncated_weights, masked_weights])
+def test_corrections_are_constants_whatever_ratio_they_are_given(correct):
+    assert mx.grad(lambda ratio: mx.sum(correct(ratio)))(mx.ones((1, 3))).tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_a_matching_sampler_needs_no_correction():

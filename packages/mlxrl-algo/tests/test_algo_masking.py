@@ -5,6 +5,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -128,6 +129,20 @@ def test_permuting_a_batch_permutes_its_advantages(name, options, order):
     algorithm = make_algorithm(name, **options)
     straight = algorithm.advantages(batch)
     assert mx.max(mx.abs(algorithm.advantages(batch.take(order)) - straight[mx.array(order)])).item() < 1e-6
+
+
+@pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=IDS)
+def test_only_action_tokens_of_rows_that_count_have_an_advantage(name, options):
+    roles = mx.array([[1, 2, 1, 0], [2, 1, 0, 0], [1, 1, 1, 1]])
+    batch = replace(
+        AlgorithmBatch.single_turn(
+            rewards=[1.0, 0.0, 5.0], group_structure=3, action_mask=roles, valid=[True, True, False]
+        ),
+        roles=roles,
+    )
+    advantages = make_algorithm(name, **options).advantages(batch)
+    assert advantages.dtype == mx.float32
+    assert (advantages != 0).tolist() == [[True, False, True, False], [False, True, False, False], [False] * 4]
 
 
 def zero_signal_batches():

@@ -196,6 +196,8 @@ def test_an_algorithm_from_outside_is_made_by_its_name(registered):
     assert "my-constant" in algorithm_names()
     assert algorithm_options("MyConstant")["level"] == 1.0
     algorithm = make_algorithm("my_constant", level=2.0)
+    with pytest.raises(ValueError, match="constant: level must be a finite number, got nan"):
+        make_algorithm("my_constant", level=math.nan)
     batch = AlgorithmBatch.single_turn(rewards=[1, 0], group_structure=2, action_mask=mx.array([[1, 0], [1, 1]]))
     assert isinstance(algorithm, Algorithm)
     assert algorithm.advantages(batch).tolist() == [[2.0, 0.0], [2.0, 2.0]]

@@ -96,6 +96,14 @@ def test_gmpo_clips_each_token_on_the_side_of_its_advantage():
     assert losses[:, 1].tolist() == losses[:, 0].tolist()
 
 
+def test_gmpo_counts_a_token_as_clipped_by_the_log_of_its_ratio():
+    # exp(-0.4) = 0.670 and exp(0.4) = 1.492: 0.65 and 1.5 are outside, 0.68 and 1.48 inside.
+    ratios, up = mx.array([[0.65, 0.68, 1.48, 1.5]]), mx.ones((1, 4))
+    gmpo = make_algorithm("gmpo")
+    assert gmpo.clipped(ratios, up).tolist() == [[False, False, False, True]]
+    assert gmpo.clipped(ratios, -up).tolist() == [[True, False, False, False]]
+
+
 def test_ratios_of_a_trajectory_are_products_and_geometric_means_of_its_tokens():
     logp = mx.log(mx.array([[2.0, 0.5, 8.0, 99.0]]))
     old, mask = mx.zeros((1, 4)), mx.array([[1, 1, 1, 0]])
