@@ -39,7 +39,7 @@ class AlgorithmConfig(BaseModel):
     """Lower clip of the ratio, as a distance from 1; by default the algorithm's own."""
     clip_high: Annotated[float, Field(gt=0)] | None = None
     """Upper clip of the ratio, as a distance from 1; by default the algorithm's own."""
-    reduction: Literal["token_mean", "sequence_mean", "sequence_sum"] | None = None
+    reduction: Literal["token_mean", "sequence_mean", "step_mean", "sequence_sum"] | None = None
     """How token losses become one loss; by default the algorithm's own."""
     advantage: Literal["standardised", "centred", "leave_one_out", "maxrl", "gdpo"] | None = None
     """How rewards become advantages, where the algorithm leaves the choice."""
@@ -67,8 +67,12 @@ class AlgorithmConfig(BaseModel):
     """gigpo: divide by the group's standard deviation, or not."""
 
 
-def build_algorithm(config: TrainConfig) -> Algorithm:
+def build_algorithm(config: TrainConfig, *, max_turns: int | None = None) -> Algorithm:
     """The algorithm that a config describes.
+
+    Args:
+        config: the run.
+        max_turns: turns of an episode, where they are known; by default the config's, or else 1.
 
     Raises:
         ValueError: the name is unknown, or an option does not belong to the algorithm or is out of its range.
@@ -92,7 +96,16 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
             raise ValueError(
                 f"algorithm.{field} = {value!r} has no effect on {cls.name}, which has no {field}; leave it out"
             )
+        if field in options:
+            raise ValueError(
+                f"algorithm.{field} = {value!r} and its drgrpo_ form name one thing; leave one of them out"
+            )
         options[field] = value
+    if section.ddof is not None and section.advantage not in (None, "standardised", "gdpo"):
+        raise ValueError(
+            f"algorithm.ddof = {section.ddof} has no effect on advantage = {section.advantage!r}, which divides by no "
+            "standard deviation; leave it out"
+        )
     if config.update.updates_per_batch * config.update.minibatches > 1 and {"clip_low", "clip_high"} <= known.keys():
         for side in ("clip_low", "clip_high"):
             if known[side] is None:
@@ -103,14 +116,14 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
         options["reward_beta"] = config.kl_beta
     algorithm = make_algorithm(section.name, **options)
     if algorithm.reduction.name == "sequence_max_tokens" and algorithm.reduction.max_tokens is None:
-        length = (config.max_turns or 1) * config.max_completion_len
+        length = (max_turns or config.max_turns or 1) * config.max_completion_len
         algorithm = make_algorithm(section.name, **options, max_tokens=length)
     return algorithm
 
 
 def kl_in_reward(config: TrainConfig) -> bool:
     """Whether the KL is charged inside the reward rather than added to the loss."""
-    placement = config.algorithm.kl_placement or getattr(algorithm_class(config.algorithm.name), "kl_placement", "loss")
+    placement = config.algorithm.kl_placement or algorithm_class(config.algorithm.name).kl_placement
     return placement == "reward"
 
 

@@ -6,7 +6,6 @@ section into an algorithm.
 
 from typing import Annotated, Any, Literal, Self
 
-from mlxrl.algo import KLEstimator
 from mlxrl.train.algorithms import AlgorithmConfig, check_algorithm
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -81,8 +80,8 @@ class UpdateConfig(Section):
     """Optimizer steps a pass, each on its share of the trajectories."""
     max_tokens_per_micro_batch: Positive = 16384
     """Padded tokens that one forward and backward pass may hold; bounds memory, changes no result."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Clip the gradient to this global norm; leave out `max_grad_norm` for 1.0."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Clip the gradient to this global norm; 0 does not clip."""
 
 
 class RolloutConfig(Section):
@@ -127,6 +126,13 @@ class EvalConfig(Section):
     """Evaluate every so many steps as well; 0 only before and after."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for name in ("every", "temperature"):
+            if getattr(self, name) and not self.tasks:
+                raise ValueError(f"{name} = {getattr(self, name)} has no effect without tasks; set tasks above 0")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -227,6 +233,8 @@ class TrainConfig(Section):
             )
         if self.echo_schedule == "linear_taper_to_zero" and self.echo_taper_steps is None:
             raise ValueError("echo_schedule = 'linear_taper_to_zero' needs echo_taper_steps; set the number of steps")
+        if self.echo_schedule == "linear_taper_to_zero" and not self.echo_alpha:
+            raise ValueError("echo_schedule = 'linear_taper_to_zero' has no effect on echo_alpha = 0; set echo_alpha")
         if self.echo_schedule == "constant" and self.echo_taper_steps is not None:
             raise ValueError(
                 f"echo_taper_steps = {self.echo_taper_steps} has no effect on a constant schedule; "
@@ -237,9 +245,9 @@ class TrainConfig(Section):
                 f"echo_alpha = {self.echo_alpha} has nothing to predict when rollout.context = 'turn', where every "
                 "observation is a prompt; set rollout.context = 'transcript'"
             )
+        if self.chat_template_kwargs and self.use_chat_template is False:
+            raise ValueError(
+                f"chat_template_kwargs = {self.chat_template_kwargs} has no effect with use_chat_template = false; "
+                "leave one of them out"
+            )
         return self
-
-    @property
-    def kl_estimator(self) -> KLEstimator | None:
-        """Estimator of the KL term; None is the algorithm's own."""
-        return self.algorithm.kl_estimator

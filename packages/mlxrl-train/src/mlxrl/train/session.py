@@ -12,6 +12,7 @@ from mlxrl.rollout import Engine, SamplingConfig
 from mlxrl.train.algorithms import build_algorithm
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import ConfigError
+from mlxrl.train.inactive import inactive_fields
 from mlxrl.train.loader import TaskLoader
 from mlxrl.train.optimizers import make_optimizer
 from mlxrl.train.tasks import Curriculum, make_curriculum
@@ -34,6 +35,8 @@ class Session:
     optimizer: optim.Optimizer
     echo: EchoSchedule
     pad_token_id: int
+    inactive: tuple[str, ...]
+    """Sentences about fields that are set and cannot act here."""
 
 
 def open_session(config: TrainConfig) -> Session:
@@ -77,10 +80,11 @@ def open_session(config: TrainConfig) -> Session:
         engine=engine,
         eval_engine=_engine(config, model, tokenizer, temperature=config.eval.temperature),
         loader=TaskLoader(curriculum.train, config.seed, fits),
-        algorithm=build_algorithm(config),
+        algorithm=build_algorithm(config, max_turns=curriculum.max_turns),
         optimizer=optimizer,
         echo=EchoSchedule(config.echo_alpha, config.echo_schedule, config.echo_taper_steps),
         pad_token_id=_pad_token_id(tokenizer),
+        inactive=inactive_fields(config, curriculum),
     )
 
 

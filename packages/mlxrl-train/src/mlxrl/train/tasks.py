@@ -38,7 +38,10 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
     """
     options = dict(config.environment)
     if config.data is not None:
-        options |= config.data.model_dump(exclude_none=True)
+        data = config.data.model_dump(exclude_none=True)
+        if twice := sorted(options.keys() & data.keys()):
+            raise ConfigError(f"environment.{twice[0]} = {options[twice[0]]!r} is set by [data]; leave it out there.")
+        options |= data
     try:
         suite = make_env(config.env_name, **options)
         train, held_out = suite.tasks("train"), suite.tasks("eval")
@@ -63,9 +66,15 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
 
 def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> Environment:
     try:
-        return suite.make(task, derive_seed(config.seed), 0)
+        environment = suite.make(task, derive_seed(config.seed), 0)
     except Exception as error:  # a user's factory may raise anything; it must not look like ours
         raise ConfigError(f"env_name = {config.env_name!r} raised {type(error).__name__} when made: {error}") from error
+    if not isinstance(environment, Environment):
+        raise ConfigError(
+            f"env_name = {config.env_name!r} made a {type(environment).__name__}; "
+            "an environment has max_turns, reset, step and state_id."
+        )
+    return environment
 
 
 def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[NamedReward, ...]:

@@ -1,0 +1,39 @@
+"""Fields that a config sets and that cannot act in its run; they are allowed, and told."""
+
+import mlx.core as mx
+from mlxrl.train.config import RolloutConfig, TrainConfig
+from mlxrl.train.tasks import Curriculum
+
+
+def inactive_fields(config: TrainConfig, curriculum: Curriculum) -> tuple[str, ...]:
+    """One sentence for each field that is set and changes nothing, for this machine, environment or update.
+
+    Args:
+        config: the run.
+        curriculum: what it learns.
+    """
+    algorithm, turns = config.algorithm, curriculum.max_turns
+    updates = config.update.updates_per_batch * config.update.minibatches
+    once = "acts only when ratios leave 1; set update.updates_per_batch or update.minibatches above 1"
+    one_turn = "has no effect in episodes of one turn"
+    found = [
+        (config.iogpu_wired_limit_mb and not mx.metal.is_available(), "iogpu_wired_limit_mb", "acts on Metal only"),
+        (
+            config.rollout_mode == "sequential" and config.rollout.width != RolloutConfig().width,
+            "rollout.width",
+            "has no effect when rollout_mode is 'sequential'",
+        ),
+        (config.max_observation_len and turns == 1, "max_observation_len", one_turn),
+        (config.rollout.context == "turn" and turns == 1, "rollout.context", one_turn),
+        (config.echo_alpha and turns == 1, "echo_alpha", one_turn),
+        ((config.max_turns or 0) > turns, "max_turns", f"is above the {turns} of the environment"),
+        (
+            config.eval.tasks > len(curriculum.held_out),
+            "eval.tasks",
+            f"is above the {len(curriculum.held_out)} tasks that are held out",
+        ),
+        (algorithm.clip_low and updates == 1, "algorithm.clip_low", once),
+        (algorithm.clip_high and updates == 1, "algorithm.clip_high", once),
+        (algorithm.gspo_importance and updates == 1, "algorithm.gspo_importance", once),
+    ]
+    return tuple(f"{name} {why}." for inactive, name, why in found if inactive)

@@ -1,0 +1,403 @@
+"""A config is read, checked and written back; what cannot run is refused in a line that says what to do."""
+
+import json
+import re
+
+import mlx.core as mx
+import pytest
+from mlxrl.train import (
+    ConfigError,
+    TrainConfig,
+    config_schema,
+    config_toml,
+    load_config,
+    make_config,
+    open_session,
+    parse_override,
+    train,
+)
+
+MODEL = 'model_id = "m"\n'
+
+# TOML besides the model's name, and the whole message after the file's name.
+BAD = {
+    "an unknown key": ("grup_size = 4", r"grup_size: unknown key; did you mean 'group_size'\?"),
+    "an unknown key in a section": (
+        "[optimizer]\nlearning_rat = 1e-4",
+        r"optimizer\.learning_rat: unknown key; did you mean 'learning_rate'\?",
+    ),
+    "an unknown key in an optional section": (
+        'env_name = "jsonl"\n[data]\npath = "x"\nprompt_colum = "q"',
+        r"data\.prompt_colum: unknown key; did you mean 'prompt_column'\?",
+    ),
+    "an unknown key in a list of sections": (
+        '[[rewards]]\nname = "exact_match"\nwieght = 2.0',
+        r"rewards\.0\.wieght: unknown key; did you mean 'weight'\?",
+    ),
+    "an unknown key like no other": ("[checkpoint]\nzzz = 1", r"checkpoint\.zzz: unknown key; known are every, keep\."),
+    "an unknown section": ("[samplng]\ntop_k = 1", r"samplng: unknown key; did you mean 'sampling'\?"),
+    "a rate that is no number": (
+        "[optimizer]\nlearning_rate = nan",
+        r"optimizer\.learning_rate: should be a finite number, got nan \(float\)\.",
+    ),
+    "an infinite rate": (
+        "[optimizer]\nlearning_rate = inf",
+        r"optimizer\.learning_rate: should be a finite number, got inf \(float\)\.",
+    ),
+    "a rate of 0": (
+        "[optimizer]\nlearning_rate = 0",
+        r"optimizer\.learning_rate: should be greater than 0, got 0 \(int\)\.",
+    ),
+    "a size in quotes": ('group_size = "4"', r"group_size: should be a valid integer, got '4' \(str\)\."),
+    "half a step": ("steps = 2.5", r"steps: should be a valid integer, got 2\.5 \(float\)\."),
+    "a truth for a number": ("steps = true", r"steps: should be a valid integer, got True \(bool\)\."),
+    "a number for a truth": (
+        "gradient_checkpointing = 1",
+        r"gradient_checkpointing: should be a valid boolean, got 1 \(int\)\.",
+    ),
+    "no group at all": ("group_size = 0", r"group_size: should be greater than or equal to 1, got 0 \(int\)\."),
+    "temperature 0": (
+        "[sampling]\ntemperature = 0",
+        r"sampling\.temperature: should be greater than 0, got 0 \(int\)\.",
+    ),
+    "a top_p above 1": (
+        "[sampling]\ntop_p = 1.5",
+        r"sampling\.top_p: should be less than or equal to 1, got 1\.5 \(float\)\.",
+    ),
+    "odd bits": ("quant_bits = 3", r"quant_bits: should be 4, 8, 16 or 32, got 3 \(int\)\."),
+    "one beta": ("[optimizer]\nbetas = [0.9]", r"optimizer\.betas\.1: needs a value; set it\."),
+    "an unknown schedule": (
+        '[optimizer]\nschedule = "step"',
+        r"optimizer\.schedule: should be 'constant', 'linear' or 'cosine', got 'step' \(str\)\.",
+    ),
+    "an unknown granularity": (
+        'checkpoint_granularity = "whole"',
+        r"checkpoint_granularity: should be 'per-layer', got 'whole' \(str\)\.",
+    ),
+    "an unknown algorithm": ('[algorithm]\nname = "ppo"', r"algorithm must be one of cispo, .*, got 'ppo'\."),
+    "clips without clips": (
+        '[algorithm]\nname = "cispo"\nclip_low = 0.2',
+        r"algorithm\.clip_low = 0\.2 has no effect on cispo, which has no clip_low; leave it out\.",
+    ),
+    "gspo's option on another": (
+        '[algorithm]\ngspo_importance = "token"',
+        r"algorithm\.gspo_importance = 'token' belongs to gspo, not to grpo; leave it out\.",
+    ),
+    "gigpo's option on another": (
+        '[algorithm]\nname = "gspo"\ngigpo_omega = 0.5',
+        r"algorithm\.gigpo_omega = 0\.5 belongs to gigpo, not to gspo; leave it out\.",
+    ),
+    "dr-grpo's option on another": (
+        "[algorithm]\ndrgrpo_max_tokens = 64",
+        r"algorithm\.drgrpo_max_tokens = 64 belongs to dr-grpo, not to grpo; leave it out\.",
+    ),
+    "a constant length without its reduction": (
+        '[algorithm]\nname = "dr_grpo"\ndrgrpo_loss_reduction = "token_mean"\ndrgrpo_max_tokens = 64',
+        r"dr-grpo: max_tokens must be left out unless reduction is sequence_max_tokens .*, got 64.*",
+    ),
+    "two reductions": (
+        '[algorithm]\nname = "drgrpo"\ndrgrpo_loss_reduction = "token_mean"\nreduction = "sequence_sum"',
+        r"algorithm\.reduction = 'sequence_sum' and its drgrpo_ form name one thing; leave one of them out\.",
+    ),
+    "a deviation that is divided by nowhere": (
+        '[algorithm]\nadvantage = "centred"\nddof = 1',
+        r"algorithm\.ddof = 1 has no effect on advantage = 'centred', which divides by no .*; leave it out\.",
+    ),
+    "a group of one without a baseline": (
+        'group_size = 1\n[algorithm]\nname = "rloo"',
+        r"group_size = 1 is too small for rloo, whose baseline needs 2; raise it\.",
+    ),
+    "a placed KL without a weight": (
+        '[algorithm]\nkl_placement = "reward"',
+        r"algorithm\.kl_placement = 'reward' needs kl_beta above 0; set it\.",
+    ),
+    "an estimator without a weight": (
+        '[algorithm]\nkl_estimator = "k2"',
+        r"algorithm\.kl_estimator = 'k2' acts on a KL in the loss only; set kl_beta above 0 and kl_pl.* = 'loss'\.",
+    ),
+    "an estimator of a KL in the reward": (
+        'kl_beta = 0.1\n[algorithm]\nkl_estimator = "k2"\nkl_placement = "reward"',
+        r"algorithm\.kl_estimator = 'k2' acts on a KL in the loss only; set kl_beta above 0 and kl_pl.* = 'loss'\.",
+    ),
+    "decay on adam": (
+        '[optimizer]\nname = "adam"\nweight_decay = 0.1',
+        r"optimizer: weight_decay = 0\.1 has no effect on adam; set name = 'adamw'\.",
+    ),
+    "an end without a schedule": (
+        "[optimizer]\nend_learning_rate = 1e-6",
+        r"optimizer: end_learning_rate = 1e-06 has no effect on a constant schedule; set schedule = .*'\.",
+    ),
+    "jsonl without data": (
+        'env_name = "jsonl"',
+        r"env_name = 'jsonl' needs \[data\] with a path; name the file of tasks\.",
+    ),
+    "data without jsonl": (
+        '[data]\npath = "tasks.jsonl"',
+        r"\[data\] is read by env_name = 'jsonl' only, got env_name = 'arithmetic'\.",
+    ),
+    "data without a path": ('env_name = "jsonl"\n[data]\nprompt_column = "q"', r"data\.path: needs a value; set it\."),
+    "more minibatches than trajectories": (
+        "group_size = 2\ngroups_per_step = 2\n[update]\nminibatches = 5",
+        r"update\.minibatches = 5 exceeds the 4 trajectories of a step; lower it or raise groups_per_step\.",
+    ),
+    "a taper without its length": (
+        'echo_alpha = 0.1\necho_schedule = "linear_taper_to_zero"',
+        r"echo_schedule = 'linear_taper_to_zero' needs echo_taper_steps; set the number of steps\.",
+    ),
+    "a taper of nothing": (
+        'echo_schedule = "linear_taper_to_zero"\necho_taper_steps = 5',
+        r"echo_schedule = 'linear_taper_to_zero' has no effect on echo_alpha = 0; set echo_alpha\.",
+    ),
+    "a length without a taper": (
+        "echo_alpha = 0.1\necho_taper_steps = 5",
+        r"echo_taper_steps = 5 has no effect on a constant schedule; set echo_schedule = .* or leave it out\.",
+    ),
+    "a world model without a transcript": (
+        'echo_alpha = 0.1\n[rollout]\ncontext = "turn"',
+        r"echo_alpha = 0\.1 has nothing to predict when rollout\.context = 'turn'.*; set rollout\.context = .*\.",
+    ),
+    "arguments of a template that is off": (
+        "use_chat_template = false\n[chat_template_kwargs]\nenable_thinking = false",
+        r"chat_template_kwargs = .* has no effect with use_chat_template = false; leave one of them out\.",
+    ),
+    "evaluations of no tasks": (
+        "[eval]\nevery = 5",
+        r"eval: every = 5 has no effect without tasks; set tasks above 0\.",
+    ),
+    "a temperature of no tasks": (
+        "[eval]\ntemperature = 0.5",
+        r"eval: temperature = 0\.5 has no effect without tasks; set tasks above 0\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_config_is_refused_in_one_line_that_names_field_value_and_remedy(tmp_path, case):
+    text, message = BAD[case]
+    path = tmp_path / "config.toml"
+    path.write_text(MODEL + text)
+    with pytest.raises(ConfigError) as refusal:
+        load_config(path)
+    assert re.fullmatch(rf"config error in {re.escape(str(path))}: {message}", str(refusal.value)), refusal.value
+
+
+def test_every_fault_of_a_config_has_a_line_of_its_own():
+    with pytest.raises(ConfigError) as refusal:
+        make_config({"steps": 0, "group_size": "4", "sampling": {"temperature": -1.0}})
+    lines = str(refusal.value).split("\n")
+    assert [line.split(":")[-2].strip().split()[-1] for line in lines] == [
+        "model_id", "steps", "group_size", "sampling.temperature",
+    ]  # fmt: skip
+
+
+def test_files_that_are_missing_broken_or_no_text_are_refused(tmp_path):
+    missing, broken, binary = (tmp_path / name for name in ("missing.toml", "broken.toml", "binary.toml"))
+    broken.write_text("steps = \n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        (missing, "does not exist; `mlxrl-cli init` writes one to start from."),
+        (broken, "is not valid TOML: Invalid value"),
+        (binary, "cannot be read: 'utf-8' codec"),
+        (tmp_path, "cannot be read: "),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"config file {path} {message}")) as refusal:
+            load_config(path)
+        assert "\n" not in str(refusal.value)
+
+
+# Fields of a run on a model that does not exist, and the message: none of them gets as far as the model.
+BEFORE_THE_MODEL = {
+    "an unknown environment": (
+        {"env_name": "arithmetics"},
+        r"unknown environment 'arithmetics'; did you mean 'arithmetic'\?",
+    ),
+    "an unknown option": (
+        {"environment": {"siz": 5}},
+        r"unknown option of environment 'arithmetic': 'siz'; did you mean 'size'",
+    ),
+    "an option out of range": ({"environment": {"size": 0}}, "size must be a whole number of at least 1, got 0"),
+    "an unknown reward": (
+        {"rewards": [{"name": "exact_mach"}]},
+        r"rewards: unknown reward 'exact_mach'; did you mean 'exact_",
+    ),
+    "a reward twice": (
+        {"rewards": [{"name": "exact_match"}, {"name": "exact_match", "weight": 2.0}]},
+        "rewards: 'exact_match' is named twice; name it once, with the sum of the weights",
+    ),
+    "a reward in a file that is not there": (
+        {"rewards": [{"name": "none.py:f"}]},
+        "names the file .*none.py, which does not",
+    ),
+    "a file of tasks that is not there": (
+        {"env_name": "jsonl", "data": {"path": "none.jsonl"}},
+        "file none.jsonl does not exist",
+    ),
+    "an environment that is no environment": ({"env_name": "json:dumps"}, "needs the option|must build a suite|takes"),
+    "an environment in a module that is not there": (
+        {"env_name": "nowhere:make"},
+        "module 'nowhere', which cannot be imported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE_THE_MODEL)
+def test_what_cannot_be_learned_is_refused_before_any_model_is_looked_for(tmp_path, case):
+    fields, message = BEFORE_THE_MODEL[case]
+    config = make_config({"model_id": str(tmp_path / "no-model"), "output": str(tmp_path / "run"), **fields})
+    with pytest.raises(ConfigError, match=message) as refusal:
+        train(config)
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_cannot_be_rewarded_or_evaluated_is_refused_before_the_model(values, project):
+    def refusal(**fields):
+        with pytest.raises(ConfigError) as error:
+            open_session(make_config(values(model_id="no-model", **fields)))
+        return str(error.value)
+
+    assert refusal(rewards=[]) == "env_name = 'jsonl' rewards nothing by itself; add [[rewards]] with a name."
+    assert refusal(eval={"tasks": 4}) == (
+        "eval.tasks = 4, but env_name = 'jsonl' holds out no tasks; "
+        "set eval.tasks = 0, or data.eval_path or data.eval_fraction for a file."
+    )
+    assert refusal(environment={"path": "other.jsonl"}) == (
+        "environment.path = 'other.jsonl' is set by [data]; leave it out there."
+    )
+    assert "set eval_path or eval_fraction, not both" in refusal(
+        data={"path": str(project / "tasks.jsonl"), "eval_path": str(project / "tasks.jsonl"), "eval_fraction": 0.5}
+    )
+
+
+def test_an_environment_that_breaks_when_made_or_lacks_a_part_is_named(rooms, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "def raises(task, seed, index):\n    raise KeyError('lamp')\n\n\n"
+        "def lacks(task, seed, index):\n    return object()\n"
+    )
+    for name, message in (
+        ("raises", "raised KeyError when made: 'lamp'"),
+        ("lacks", "made a object; an environment has max_turns, reset, step and state_id."),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            open_session(make_config(rooms(env_name=f"{tmp_path / 'bad.py'}:{name}")))
+
+
+def test_a_model_that_does_not_fit_the_config_is_refused(values, tmp_path):
+    def refusal(**fields):
+        with pytest.raises(ConfigError) as error:
+            open_session(make_config(values(**fields)))
+        return str(error.value)
+
+    assert "'no-model' is no folder, and no hub name" in refusal(model_id="no-model")
+    assert "quant_bits = 4, but model_id = " in refusal(quant_bits=4)
+    assert "has quantization none; name another model or leave quant_bits out." in refusal(quant_bits=8)
+    assert f"adapter file {tmp_path / 'none' / 'adapter_config.json'} is missing" in refusal(
+        adapter=str(tmp_path / "none")
+    )
+
+
+def test_a_config_written_as_toml_reads_back_as_it_was(tmp_path):
+    configs = [
+        make_config({"model_id": "m"}),
+        make_config(
+            {
+                "model_id": "m",
+                "env_name": "jsonl",
+                "data": {"path": "tasks.jsonl", "eval_fraction": 0.25},
+                "rewards": [{"name": "exact_match"}, {"name": "my.py:f", "weight": -0.5}],
+                "environment": {"seed": 3},
+                "chat_template_kwargs": {"enable_thinking": False, "tags": ["a", "b"]},
+                "optimizer": {"betas": [0.9, 0.95], "schedule": "cosine", "end_learning_rate": 1e-6},
+                "update": {"max_grad_norm": 0},
+                "algorithm": {"name": "dr_grpo", "drgrpo_normalize_rewards": True},
+                "echo_alpha": 0.01,
+                "max_turns": 3,
+            }
+        ),
+    ]
+    for config in configs:
+        path = tmp_path / "config.toml"
+        path.write_text(config_toml(config))
+        assert load_config(path) == config
+
+
+def test_what_toml_cannot_say_is_the_default_of_no_field_that_has_another():
+    # None is written by leaving a field out; so it must be the default wherever it is allowed
+    def check(model):
+        for name, field in model.model_fields.items():
+            kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+            if type(None) in kinds:
+                assert field.default is None, name
+            for kind in kinds:
+                if hasattr(kind, "model_fields"):
+                    check(kind)
+
+    check(TrainConfig)
+
+
+def test_overrides_win_over_the_file_by_dotted_names(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(MODEL + "steps = 5\n[optimizer]\nlearning_rate = 1e-4\nwarmup_steps = 2\n")
+    config = load_config(path, {"steps": 7, "optimizer.learning_rate": 2e-4, "sampling.top_k": 9, "model_id": "other"})
+    assert (config.steps, config.model_id, config.sampling.top_k) == (7, "other", 9)
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (2e-4, 2)
+    with pytest.raises(ConfigError, match=r"steps\.x: steps is not a section of the config"):
+        load_config(path, {"steps.x": 1})
+    with pytest.raises(ConfigError, match="config error in the command line: group_sise: unknown key"):
+        load_config(path, {"group_sise": 1}, source="the command line")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps=3", ("steps", 3)),
+        ("optimizer.learning_rate = 1e-4", ("optimizer.learning_rate", 1e-4)),
+        ("env_name=guess-number", ("env_name", "guess-number")),  # no TOML: text
+        ('env_name="a=b"', ("env_name", "a=b")),
+        ("gradient_checkpointing=true", ("gradient_checkpointing", True)),
+        ("optimizer.betas=[0.9, 0.95]", ("optimizer.betas", [0.9, 0.95])),
+    ],
+)
+def test_an_override_is_read_as_toml_where_it_is_toml(text, expected):
+    assert parse_override(text) == expected
+
+
+@pytest.mark.parametrize("text", ["steps", "=3"])
+def test_an_override_without_a_name_or_a_value_is_refused(text):
+    with pytest.raises(ConfigError, match=f"--set takes key=value, got '{text}'"):
+        parse_override(text)
+
+
+def test_the_schema_is_json_and_describes_every_field():
+    schema = json.loads(config_schema())
+    assert schema["properties"].keys() == TrainConfig.model_fields.keys()
+    sections = ("optimizer", "sampling", "algorithm", "update", "rollout", "data", "environment", "eval", "checkpoint")
+    for name, field in schema["properties"].items():
+        assert "description" in field or name in sections, name
+    for name, section in schema["$defs"].items():
+        assert all("description" in field for field in section["properties"].values()), name
+
+
+def test_names_of_algorithms_are_read_in_any_spelling():
+    for name in ("drgrpo", "dr_grpo", "dr-grpo", "DR-GRPO"):
+        make_config({"model_id": "m", "algorithm": {"name": name, "drgrpo_normalize_rewards": True}})
+
+
+def test_fields_that_cannot_act_in_a_run_are_told(values, rooms):
+    def told(fields):
+        return [sentence.split()[0] for sentence in open_session(make_config(fields)).inactive]
+
+    assert told(values()) == []
+    one_turn = values(max_observation_len=5, echo_alpha=0.1, max_turns=2, algorithm={"clip_low": 0.1, "clip_high": 0.1})
+    assert told(one_turn) == [
+        "max_observation_len", "echo_alpha", "max_turns", "algorithm.clip_low", "algorithm.clip_high",
+    ]  # fmt: skip
+    assert told(values(rollout={"width": 2, "context": "turn"}, rollout_mode="sequential")) == [
+        "rollout.width",
+        "rollout.context",
+    ]
+    assert told(values(algorithm={"name": "gspo", "gspo_importance": "token"})) == ["algorithm.gspo_importance"]
+    assert told(rooms(max_turns=2, rollout={"context": "turn"}, eval={"tasks": 20}, max_observation_len=3)) == []
+    assert told(rooms(eval={"tasks": 21})) == ["eval.tasks"]
+    wired_limit_acts = mx.metal.is_available()
+    assert told(values(iogpu_wired_limit_mb=100)) == ([] if wired_limit_acts else ["iogpu_wired_limit_mb"])
