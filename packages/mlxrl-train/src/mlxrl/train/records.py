@@ -53,6 +53,6 @@ def save_batch(path: Path, batch: TrainBatch) -> None:
         "reference_logprobs": batch.view.reference_logprobs,
     }
     rewards = [np.nan if total is None else total for total in batch.view.total_rewards]
-    given = {name: np.array(values) for name, values in arrays.items() if values is not None}
+    given: dict[str, Any] = {name: np.array(values) for name, values in arrays.items() if values is not None}
     with path.open("wb") as file:
         np.savez(file, rewards=np.array(rewards), group_ids=np.array(batch.view.group_ids), **given)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,18 +26,21 @@ class Objective(NamedTuple):
     echo_alpha: float = 0.0
 
 
-class _Sums(NamedTuple):
+Number = TypeVar("Number", mx.array, float)
+
+
+class _Sums(NamedTuple, Generic[Number]):
     """Sums over the ACTION tokens of a micro-batch, besides the loss; divided by their count at the end."""
 
-    policy_loss: mx.array
-    kl: mx.array
-    echo_loss: mx.array
-    tokens: mx.array
-    ratio: mx.array
-    clipped: mx.array
-    entropy: mx.array
-    difference: mx.array
-    largest_difference: mx.array
+    policy_loss: Number
+    kl: Number
+    echo_loss: Number
+    tokens: Number
+    ratio: Number
+    clipped: Number
+    entropy: Number
+    difference: Number
+    largest_difference: Number
 
 
 def optimizer_step(
@@ -153,7 +156,8 @@ def batch_gradient(
     rows = moving_rows(batch, objective)
     cuts = cut_micro_batches(batch.segments, rows, max_tokens=max_tokens, max_rows=max_rows)
     parameters = model.trainable_parameters()
-    gradient, loss, sums = None, 0.0, []
+    gradient, loss = None, 0.0
+    sums: list[_Sums[float]] = []
     with dropout_active(model):
         for cut in cuts:
             micro_loss = _micro_batch_loss(model, batch, cut, objective, pad_token_id)
@@ -161,7 +165,7 @@ def batch_gradient(
             gradient = micro_gradient if gradient is None else tree_map(mx.add, gradient, micro_gradient)
             mx.eval(gradient, value, parts)  # one micro-batch's activations at a time
             loss += value.item()
-            sums.append(_Sums(*(part.item() for part in parts)))
+            sums.append(_Sums[float](*(part.item() for part in parts)))
     model.update(parameters)  # the arrays themselves, not the ones the gradient was traced through
     return gradient, {"loss": loss, "scored_rows": float(sum(map(len, cuts)))} | _means(sums, objective)
 
@@ -173,7 +177,8 @@ def moving_rows(batch: TrainBatch, objective: Objective) -> list[int]:
         moves_B_T = batch.weights != 0
     if objective.echo_alpha:
         moves_B_T = moves_B_T | (batch.echo_weights != 0)
-    return [row for row, moves in enumerate(moves_B_T.any(axis=1).tolist()) if moves]
+    moves_B = cast(list[bool], moves_B_T.any(axis=1).tolist())
+    return [row for row, moves in enumerate(moves_B) if moves]
 
 
 def _micro_batch_loss(
@@ -183,9 +188,10 @@ def _micro_batch_loss(
     index = mx.array(rows, dtype=mx.int32)
     view, algorithm = batch.view, objective.algorithm
     roles, advantages, weights = view.roles[index], batch.advantages[index], batch.weights[index]
-    old, reference, sampler = (
-        None if values is None else values[index]
-        for values in (view.old_logprobs, view.reference_logprobs, view.sampler_logprobs)
+    assert view.sampler_logprobs is not None  # every trajectory has them
+    sampler = view.sampler_logprobs[index]
+    old, reference = (
+        None if values is None else values[index] for values in (view.old_logprobs, view.reference_logprobs)
     )
     mask = (roles == int(Role.ACTION)).astype(mx.float32)
 
@@ -199,7 +205,7 @@ def _micro_batch_loss(
         )
         policy_loss = (weights * algorithm.token_loss(logprobs, old, reference, advantages, mask)).sum()
         total, kl, echo_loss = policy_loss, mx.zeros(()), mx.zeros(())
-        if objective.beta:
+        if objective.beta and reference is not None:
             estimator = objective.kl_estimator or algorithm.kl_estimator
             kl = (weights * kl_penalty(logprobs, reference, estimator, mask=mask)).sum()
             total = total + objective.beta * kl
@@ -224,7 +230,7 @@ def _micro_batch_loss(
     return loss
 
 
-def _means(sums: list[_Sums], objective: Objective) -> Metrics:
+def _means(sums: list[_Sums[float]], objective: Objective) -> Metrics:
     tokens = sum(part.tokens for part in sums)
 
     def mean(name: str) -> float:

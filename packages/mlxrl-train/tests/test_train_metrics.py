@@ -1,0 +1,124 @@
+"""Every metric of a step, counted by hand."""
+
+import math
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlxrl.algo import make_algorithm
+from mlxrl.rollout import Role
+from mlxrl.train import NamedReward, Objective, batch_gradient, make_batch
+from mlxrl.train.metrics import mean_metrics, rollout_metrics
+
+
+def test_the_numbers_of_a_rollout_are_those_counted_by_hand(episode):
+    def rewarded(trajectory, **parts):
+        return replace(trajectory, reward_parts=parts)
+
+    trajectories = [
+        rewarded(episode(0, (2, 3), reward=1.0), f=1.0, g=None),
+        rewarded(episode(0, (4,), reward=1.0, seed=1), f=0.5, g=2.0),
+        rewarded(episode(1, (1,), reward=0.0, truncated=True), f=0.0, g=1.0),
+        rewarded(episode(1, (6,), reward=0.5, seed=1), f=0.0, g=None),
+        episode(2, (8, 1), failed=True),
+    ]
+    assert rollout_metrics(trajectories, [NamedReward("f", 1.0), NamedReward("g", 1.0)]) == pytest.approx(
+        {
+            "reward": 2.5 / 4,
+            # squared distances from 0.625: 0.140625 twice, 0.390625, 0.015625
+            "reward_std": math.sqrt(0.6875 / 4),
+            "frac_reward_zero_std": 2 / 3,  # group 0 is constant, group 2 has no reward at all
+            "completions/mean_length": (5 + 4 + 1 + 6 + 9) / 5,
+            "completions/min_length": 1,
+            "completions/max_length": 9,
+            "completions/clipped_ratio": 1 / 5,
+            "num_turns": (2 + 1 + 1 + 1 + 2) / 5,
+            "failed": 1,
+            "num_tokens": 25,
+            "rewards/f/mean": 1.5 / 4,
+            "rewards/g/mean": 3 / 2,  # of the two that did not abstain
+        }
+    )
+
+
+def test_rewards_that_are_equal_up_to_rounding_count_as_equal(episode):
+    # 0.1 + 0.2 is 0.30000000000000004
+    trajectories = [episode(0, (2,), reward=reward, seed=i) for i, reward in enumerate((0.3, 0.1 + 0.2))]
+    assert rollout_metrics(trajectories, [])["frac_reward_zero_std"] == 1.0
+
+
+def test_steps_on_one_batch_are_averaged_their_maxima_taken_and_their_counts_summed():
+    steps = [
+        {"loss": 1.0, "sampling_logp_difference/max": 0.5, "skipped": 1.0, "scored_rows": 4.0},
+        {"loss": 2.0, "sampling_logp_difference/max": 0.1, "skipped": 0.0, "scored_rows": 2.0},
+    ]
+    assert mean_metrics(steps) == {
+        "loss": 1.5,
+        "sampling_logp_difference/max": 0.5,
+        "skipped": 1.0,
+        "scored_rows": 6.0,
+    }
+    # two updates that blew up in opposite directions have no mean
+    assert math.isnan(mean_metrics([{"loss": math.inf}, {"loss": -math.inf}])["loss"])
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_rows": 1}, {"max_tokens": 20}])
+def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(load, episode, limits):
+    model, algorithm = load(), make_algorithm("grpo", clip_low=0.1, clip_high=0.1)
+    episodes = [
+        episode(0, (4, 2), reward=1.0, echo=True),
+        episode(0, (1,), reward=0.0, seed=1),
+        episode(1, (3,), reward=0.5, seed=2),  # alone in its group: run for the KL and the world model's sake only
+    ]
+    given = {"rewards": [[1.0], [0.0], [0.5]], "reward_weights": [1.0], "temperature": 0.8, "reference": True}
+    batch = make_batch(model, episodes, algorithm, old=True, **given)
+    shift = mx.array(np.random.default_rng(0).uniform(-0.3, 0.3, batch.weights.shape).astype(np.float32))
+    batch = replace(batch, view=replace(batch.view, old_logprobs=batch.view.old_logprobs + shift))
+    objective = Objective(algorithm, beta=0.2, echo_alpha=0.3)
+    _, metrics = batch_gradient(model, batch, objective, **limits)
+
+    policy = kl = echo = ratios = clipped = entropy = difference = largest = 0.0
+    advantages = {0: 0.5 / (0.5 + 1e-6), 1: -0.5 / (0.5 + 1e-6), 2: 0.0}  # mean and deviation of (1, 0) are 0.5
+    count, echo_count = 6 + 1 + 3, 2
+    for row, trajectory in enumerate(episodes):
+        segment = trajectory.segments[0]
+        logits = np.array(model(mx.array(segment.token_ids[None, :])))[0].astype(np.float64)
+        trained = 0
+        for place, role in enumerate(segment.roles):
+            if role == Role.MASKED:
+                continue
+            scaled = logits[place - 1] / (1.0 if role == Role.ECHO else 0.8)
+            logs = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+            logp = logs[segment.token_ids[place]]
+            column, trained = trained, trained + 1
+            if role == Role.ECHO:
+                echo -= logp / echo_count
+                continue
+            rho = math.exp(logp - batch.view.old_logprobs[row, column].item())
+            d = logp - batch.view.reference_logprobs[row, column].item()
+            bounded = min(rho * advantages[row], np.clip(rho, 0.9, 1.1) * advantages[row])
+            policy -= bounded / count
+            kl += (math.exp(-d) + d - 1) / count
+            ratios += rho / count
+            clipped += ((advantages[row] > 0 and rho > 1.1) or (advantages[row] < 0 and rho < 0.9)) / count
+            entropy -= (np.exp(logs) * logs).sum() / count
+            gap = abs(logp - segment.sampler_logprobs[place])
+            difference, largest = difference + gap / count, max(largest, gap)
+    assert 0 < clipped < 1
+    assert metrics == pytest.approx(
+        {
+            "loss": policy + 0.2 * kl + 0.3 * echo,
+            "policy_loss": policy,
+            "kl": kl,
+            "loss_echo": echo,
+            "ratio": ratios,
+            "clip_ratio": clipped,
+            "entropy": entropy,
+            "sampling_logp_difference/mean": difference,
+            "sampling_logp_difference/max": largest,
+            "scored_rows": 3,
+        },
+        rel=1e-4,
+        abs=1e-6,
+    )
