@@ -83,7 +83,7 @@ def metal(session: nox.Session) -> None:
     if machine != "Darwin arm64":
         session.skip(f"needs an Apple GPU, and this machine is {machine}")
     install(session, "--all-packages", "--group=workspace")
-    session.run(*PYTEST, "-m", "metal", *session.posargs)
+    test_on_gpu(session, "metal")
 
 
 @nox.session
@@ -91,12 +91,13 @@ def cuda(session: nox.Session) -> None:
     """The tests that need an NVIDIA GPU, with MLX's CUDA backend in place of its CPU one."""
     if shutil.which("nvidia-smi") is None:
         session.skip("needs an NVIDIA GPU, and this machine has no nvidia-smi")
-    install(session, "--all-packages", "--group=workspace", "--no-emit-package=mlx-cpu")
+    locked = str(export(session, "--all-packages", "--group=workspace", "--no-emit-workspace"))
     excludes = Path(session.virtualenv.location, "excludes.txt")
-    excludes.write_text("mlx-cpu\n")
-    locked = str(Path(session.virtualenv.location, "locked.txt"))
-    session.install("--quiet", "--excludes", str(excludes), "--constraint", locked, "mlx[cuda13]")
-    session.run(*PYTEST, "-m", "cuda", *session.posargs)
+    excludes.write_text("mlx-cpu\n")  # it ships the same files as the CUDA backend: both together work by chance
+    members = [f"--editable={path}" for path in PACKAGES.values()]
+    options = ("--quiet", "--constraint", locked, "--excludes", str(excludes))
+    session.run_install("uv", "pip", "install", *options, "mlx[cuda13]", "pytest", "hypothesis", "hatchling", *members)
+    test_on_gpu(session, "cuda")
 
 
 @nox.session
@@ -134,6 +135,12 @@ def export(session: nox.Session, *selection: str) -> Path:
     path = Path(session.virtualenv.location, "locked.txt")
     session.run_install("uv", "export", "--frozen", "--quiet", *selection, "--output-file", str(path))
     return path
+
+
+def test_on_gpu(session: nox.Session, mark: str) -> None:
+    """Run the marked tests, which skip themselves without a GPU, only where MLX sees one."""
+    session.run("python", "-c", "import mlx.core as mx; assert mx.is_available(mx.gpu), 'MLX sees no GPU'")
+    session.run(*PYTEST, "-m", mark, *session.posargs)
 
 
 def needed(package: str) -> set[str]:
