@@ -48,7 +48,7 @@ def point_link(link: Path, target: Path) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append JSON objects, a line each, and flush them to disk; a number that is not finite becomes null."""
+    """Append JSON objects, a line each, and flush them to disk; numbers that are not finite, however deep, are null."""
     with path.open("a") as file:
         file.writelines(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
         file.flush()
@@ -66,8 +66,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _sync(path: Path) -> None:

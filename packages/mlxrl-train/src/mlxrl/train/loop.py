@@ -1,21 +1,24 @@
 """The training loop."""
 
+import math
 import random
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlxrl.algo import TrajectoryAlgorithm
 from mlxrl.rollout import Trajectory, derive_seed, group_requests
 from mlxrl.train.algorithms import kl_in_reward
 from mlxrl.train.batch import TrainBatch, make_batch
+from mlxrl.train.clock import Clock
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import load_config
 from mlxrl.train.errors import RunError
 from mlxrl.train.evaluation import Evaluation, evaluate
+from mlxrl.train.files import read_lines
 from mlxrl.train.metrics import Metrics, mean_metrics, rollout_metrics
 from mlxrl.train.optimizers import learning_rate
 from mlxrl.train.records import save_batch, trajectory_record
@@ -24,7 +27,7 @@ from mlxrl.train.run_folder import RunFolder, RunState, open_run
 from mlxrl.train.session import Session, open_session
 from mlxrl.train.update import optimizer_step
 
-# Consecutive steps whose gradient is not finite, after which a run stops: the policy is beyond repair by then.
+# Consecutive steps with numbers that are not finite, after which a run stops: the policy is beyond repair by then.
 MAX_NONFINITE_STEPS = 5
 
 
@@ -76,28 +79,31 @@ def train(
         RewardError: a reward function broke its contract.
     """
     observer = observer or Observer()
-    session = open_session(config)
     folder = open_run(config, resume=resume, force=force)
+    session = open_session(config)
     state = RunState()
     if resume:
         state = folder.restore(config, session.model, session.optimizer)
         session.loader.position, session.loader.passed_over = state.position, state.passed_over
+    else:
+        folder.start(config)
+    if state.step == 0:
+        folder.log(folder.events, *({"step": 0, "event": "inactive", "reason": why} for why in session.inactive))
     observer.on_start(session, folder.path, state.step)
 
     metrics: list[Metrics] = []
     evaluations: list[tuple[int, Evaluation]] = []
 
-    def evaluate_now() -> None:
-        if session.curriculum.held_out:
+    def evaluate_if_due() -> None:
+        every = config.eval.every
+        if session.curriculum.held_out and (state.step in (0, config.steps) or (every and state.step % every == 0)):
             evaluations.append((state.step, _evaluate(session, folder, state.step)))
             observer.on_evaluation(*evaluations[-1])
 
-    if state.step == 0:
-        evaluate_now()
-    batch = None
+    if state.step not in {row["step"] for row in read_lines(folder.evaluations)}:  # a run may break off before it
+        evaluate_if_due()
     while state.step < config.steps:
         step_metrics, trajectories, batch = train_step(session, state.step)
-        _count_faults(state, step_metrics)
         state.step += 1
         state.position, state.passed_over = session.loader.position, session.loader.passed_over
         folder.log(folder.rollouts, *(trajectory_record(state.step, trajectory) for trajectory in trajectories))
@@ -105,13 +111,13 @@ def train(
         folder.log(folder.metrics, step_metrics)
         metrics.append(step_metrics)
         observer.on_step(step_metrics, trajectories)
+        _count_faults(state, step_metrics, trajectories)
         last = state.step == config.steps
+        if last and folder.batch_file is not None:
+            save_batch(folder.batch_file, batch)
         if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
             folder.save(state, config, session.model, session.optimizer, session.report, session.lora)
-        if last or (config.eval.every and state.step % config.eval.every == 0):
-            evaluate_now()
-    if batch is not None and folder.batch_file is not None:
-        save_batch(folder.batch_file, batch)
+        evaluate_if_due()
     result = TrainResult(folder.path, tuple(metrics), tuple(evaluations))
     observer.on_end(result)
     return result
@@ -127,7 +133,7 @@ def train_step(session: Session, step: int) -> tuple[Metrics, list[Trajectory], 
     Returns:
         The step's metrics, its trajectories and its batch.
     """
-    config, algorithm, clock = session.config, session.algorithm, _Clock()
+    config, algorithm, clock = session.config, session.algorithm, Clock()
     mx.random.seed(derive_seed(config.seed, step))  # dropout; sampling has keys of its own
     mx.reset_peak_memory()
 
@@ -174,7 +180,7 @@ def train_step(session: Session, step: int) -> tuple[Metrics, list[Trajectory], 
                 beta=0.0 if kl_in_reward(config) else config.kl_beta,
                 kl_estimator=config.algorithm.kl_estimator,
                 echo_alpha=session.echo(step),
-                max_grad_norm=config.update.max_grad_norm,
+                max_grad_norm=config.update.max_grad_norm or None,
                 micro_batch_size=config.micro_batch_size,
                 **limits,
             )
@@ -183,6 +189,8 @@ def train_step(session: Session, step: int) -> tuple[Metrics, list[Trajectory], 
     mx.clear_cache()  # the next rollout has other shapes; what this step freed would only pile up
 
     metrics = {"step": step + 1, **rollout_metrics(trajectories, session.curriculum.rewards), **mean_metrics(taken)}
+    if isinstance(algorithm, TrajectoryAlgorithm):
+        metrics |= algorithm.step_metrics(batch.view)
     metrics["lr"] = learning_rate(config.optimizer, step, config.steps)
     metrics["passed_over"] = session.loader.passed_over
     metrics["tokens_per_second"] = metrics["num_tokens"] / clock.seconds["rollout"]
@@ -201,12 +209,13 @@ def resume(folder: str | Path, *, steps: int | None = None, observer: Observer |
         observer: is told what happens.
 
     Raises:
-        RunError: the folder holds no run or no checkpoint.
+        RunError: the folder holds no run, or its newest checkpoint cannot be used.
     """
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
         raise RunError(f"{folder} holds no run to resume: there is no config.toml.")
-    overrides: dict[str, Any] = {"output": str(folder)} | ({} if steps is None else {"steps": steps})
+    batch_ending = ".npz" if (load_config(folder / "config.toml").output or "").endswith(".npz") else ""
+    overrides: dict[str, Any] = {"output": f"{folder}{batch_ending}"} | ({} if steps is None else {"steps": steps})
     return train(load_config(folder / "config.toml", overrides), resume=True, observer=observer)
 
 
@@ -230,13 +239,15 @@ def _minibatches(config: TrainConfig, step: int, size: int) -> Iterator[list[int
             yield sorted(rows[part :: config.update.minibatches])
 
 
-def _count_faults(state: RunState, metrics: Metrics) -> None:
-    finite = all(value == value and abs(value) != float("inf") for value in (metrics["loss"], metrics["grad_norm"]))
-    state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
-    if state.skipped_in_a_row >= MAX_NONFINITE_STEPS:
+def _count_faults(state: RunState, metrics: Metrics, trajectories: Sequence[Trajectory]) -> None:
+    finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+    # a policy that is no number draws one token for ever: its rewards are constant, and it has no gradient at all
+    finite = finite and all(np.isfinite(part.sampler_logprobs).all() for t in trajectories for part in t.segments)
+    state.nonfinite_in_a_row = 0 if finite else state.nonfinite_in_a_row + 1
+    if state.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
         raise RunError(
-            f"the gradient was not finite in {state.skipped_in_a_row} steps in a row; lower optimizer.learning_rate, "
-            "and go on from the last checkpoint with --resume."
+            f"the policy or its gradient was not finite in {state.nonfinite_in_a_row} steps in a row; start a new run "
+            "with a lower optimizer.learning_rate."
         )
 
 
@@ -251,20 +262,3 @@ def _faults(step: int, trajectories: Sequence[Trajectory], metrics: Metrics) -> 
             {"step": step, "event": "skipped", "updates": metrics["skipped"], "grad_norm": metrics["grad_norm"]}
         )
     return failed
-
-
-class _Clock:
-    """Seconds spent in named parts of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._start

@@ -1,5 +1,6 @@
 """A run on disk: its config, what happened in every step, and checkpoints to go on from."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, load_adapter, save_adapter
 from mlxrl.train.config import TrainConfig
-from mlxrl.train.config_file import config_toml
+from mlxrl.train.config_file import config_toml, load_config
 from mlxrl.train.errors import RunError
 from mlxrl.train.files import append_lines, point_link, read_lines, write_folder, write_text
 
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
-# Fields that may change between a run and its continuation, for they change nothing of what the steps compute.
-FREE_ON_RESUME = {"steps", "output", "eval", "checkpoint"}
+# Fields that may change between a run and its continuation, for they change nothing of what the steps compute; `steps`
+# is one of them as long as the learning rate does not fall towards the last step.
+FREE_ON_RESUME = {"output", "eval", "checkpoint"}
 
 
 @dataclass
@@ -29,13 +31,13 @@ class RunState:
         step: steps taken.
         position: tasks drawn.
         passed_over: tasks drawn that did not fit.
-        skipped_in_a_row: steps without an update since the last with one.
+        nonfinite_in_a_row: steps since the last whose policy and gradient were finite.
     """
 
     step: int = 0
     position: int = 0
     passed_over: int = 0
-    skipped_in_a_row: int = 0
+    nonfinite_in_a_row: int = 0
 
 
 class RunFolder:
@@ -43,12 +45,28 @@ class RunFolder:
 
     def __init__(self, path: Path, batch_file: Path | None = None):
         self.path, self.batch_file = path, batch_file
+        self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
         self.evaluations = path / "evaluations.jsonl"
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.adapters = path / "adapters"
+        self.report = path / "report.html"
+
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """The files of lines."""
+        return self.metrics, self.rollouts, self.evaluations, self.events
+
+    def start(self, config: TrainConfig) -> None:
+        """Make the folder, without anything of an earlier run, and write the config; other files stay."""
+        for file in (self.config, self.adapters, self.report, *self.logs):
+            file.unlink(missing_ok=True)
+        for folder in (*self.checkpoints.glob("step-*"), *self.checkpoints.glob(".step-*.new")):
+            shutil.rmtree(folder)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_text(self.config, config_toml(config))
 
     def log(self, file: Path, *rows: dict[str, Any]) -> None:
         """Append rows to one of the folder's files of lines."""
@@ -68,10 +86,14 @@ class RunFolder:
         def fill(folder: Path) -> None:
             save_adapter(model, folder, lora, report.target_keys)
             mx.save_safetensors(str(folder / OPTIMIZER), dict(tree_flatten(optimizer.state)))
-            contents = {"state": state.__dict__, "config": config.model_dump(mode="json")}
+            contents = {
+                "state": state.__dict__,
+                "config": config.model_dump(mode="json"),
+                "sha256": {file.name: _digest(file) for file in sorted(folder.iterdir())},
+            }
             (folder / STATE).write_text(json.dumps(contents, indent=2) + "\n")
 
-        folder = self.checkpoints / f"step-{state.step:06d}"
+        folder = self.checkpoints / _name(state)
         write_folder(folder, fill)
         point_link(self.adapters, folder)
         for old in self._saved()[: -config.checkpoint.keep]:
@@ -80,49 +102,80 @@ class RunFolder:
     def restore(self, config: TrainConfig, model: nn.Module, optimizer: optim.Optimizer) -> RunState:
         """Load the newest checkpoint into model and optimizer and forget what was logged after it.
 
+        A run that has no checkpoint yet starts over.
+
         Raises:
-            RunError: there is no checkpoint, it cannot be read, or it belongs to another config.
+            RunError: the checkpoint cannot be read, is damaged, or belongs to another config.
         """
         saved = self._saved()
-        if not saved:
-            raise RunError(f"{self.path} has no checkpoint to resume from; start anew with --force.")
-        folder = saved[-1]
+        if saved:
+            state = self._load(saved[-1], config, model, optimizer)
+            point_link(self.adapters, saved[-1])
+        else:
+            state = RunState()
+            self._check_config(self.config, load_config(self.config).model_dump(mode="json"), config)
+        for file in self.logs:
+            kept = [row for row in read_lines(file) if saved and row["step"] <= state.step]
+            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(self.config, config_toml(config))
+        return state
+
+    def _load(self, folder: Path, config: TrainConfig, model: nn.Module, optimizer: optim.Optimizer) -> RunState:
         try:
             contents = json.loads((folder / STATE).read_text())
-            state = RunState(**contents["state"])
+            state, digests = RunState(**contents["state"]), dict(contents["sha256"])
+            if _name(state) != folder.name:
+                raise ValueError(f"{STATE} says step {state.step}")
+            for name, digest in digests.items():
+                if _digest(folder / name) != digest:
+                    raise ValueError(f"{name} is not what was saved")
+            self._check_config(folder, dict(contents["config"]), config)
             arrays = mx.load(str(folder / OPTIMIZER))
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"checkpoint {folder} cannot be read ({error}); remove it to resume from the one before."
+                f"checkpoint {folder} cannot be used ({error}); remove it to resume from the one before."
             ) from error
-        self._check_config(folder, contents["config"], config)
         try:
             load_adapter(model, folder)
         except ModelError as error:
             raise RunError(f"checkpoint {folder}: {error}") from error
-        optimizer.state = tree_unflatten(list(arrays.items()))
-        mx.eval(optimizer.state)
-        point_link(self.adapters, folder)
-        for file in (self.metrics, self.rollouts, self.evaluations, self.events):
-            kept = [row for row in read_lines(file) if row["step"] <= state.step]
-            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+        optimizer.state = tree_unflatten(list(arrays.items()))  # pyright: ignore  (a .safetensors file is a dict)
+        mx.eval(optimizer.state)  # before the files may change
         return state
 
     def _saved(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step-*"))
 
-    def _check_config(self, folder: Path, saved: dict[str, Any], config: TrainConfig) -> None:
-        current = config.model_dump(mode="json")
-        for name in sorted((saved.keys() | current.keys()) - FREE_ON_RESUME):
-            if saved.get(name) != current.get(name):
+    def _check_config(self, where: Path, saved: dict[str, Any], config: TrainConfig) -> None:
+        free = FREE_ON_RESUME | ({"steps"} if config.optimizer.schedule == "constant" else set())
+        then, now = _leaves(saved), _leaves(config.model_dump(mode="json"))
+        for name in sorted(then.keys() | now.keys()):
+            if name.partition(".")[0] not in free and then.get(name) != now.get(name):
                 raise RunError(
-                    f"checkpoint {folder} was made with {name} = {saved.get(name)!r}, the config has "
-                    f"{current.get(name)!r}; resume with the same value, or start a new run."
+                    f"{where} was made with {name} = {then.get(name)!r}, the config has {now.get(name)!r}; "
+                    "resume with the same value, or start a new run."
                 )
 
 
+def _name(state: RunState) -> str:
+    return f"step-{state.step:06d}"
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's fields by their dotted names."""
+    leaves: dict[str, Any] = {}
+    for name, value in values.items():
+        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return leaves
+
+
 def open_run(config: TrainConfig, *, resume: bool = False, force: bool = False) -> RunFolder:
-    """Make or find the folder of a run.
+    """Find the folder of a run and refuse one that cannot be used; nothing is written yet.
 
     Args:
         config: names the folder with `output`, or leaves it to the first free runs/ENVIRONMENT-ALGORITHM-NUMBER.
@@ -134,20 +187,20 @@ def open_run(config: TrainConfig, *, resume: bool = False, force: bool = False) 
     """
     path, batch_file = output_paths(config)
     folder = RunFolder(path, batch_file)
+    holds_run = folder.config.is_file() and folder.checkpoints.is_dir()
     if resume:
         if config.output is None:
             raise RunError("resuming needs the run's folder; name it with output.")
-        if not folder.checkpoints.is_dir():
-            raise RunError(f"{path} holds no run to resume.")
+        if not holds_run:
+            raise RunError(f"{path} holds no run to resume; name the folder of one, or leave out --resume.")
         return folder
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file, and a run needs a folder; choose another output.")
     if path.exists() and any(path.iterdir()):
         if not force:
             raise RunError(f"{path} exists; go on with --resume, replace it with --force, or choose another output.")
-        if not (path / "config.toml").is_file():
+        if not holds_run:
             raise RunError(f"{path} is not empty and holds no run, so it is not replaced; choose another output.")
-        shutil.rmtree(path)
-    folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    write_text(path / "config.toml", config_toml(config))
     return folder
 
 

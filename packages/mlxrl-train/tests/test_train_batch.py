@@ -1,0 +1,154 @@
+"""From segments to the loss's rows, to micro-batches, and to minibatches."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlxrl.algo import algorithm_names, make_algorithm
+from mlxrl.rollout import Role
+from mlxrl.train import make_batch
+from mlxrl.train.scoring import cut_micro_batches, score_micro_batch
+
+
+def build(name):
+    algorithm = make_algorithm(name)
+    return make_algorithm(name, max_tokens=16) if algorithm.reduction.name == "sequence_max_tokens" else algorithm
+
+
+def batch_of(model, episodes, algorithm, **options):
+    rewards = [[episode.reward] for episode in episodes]
+    return make_batch(model, episodes, algorithm, rewards=rewards, reward_weights=[1.0], **options)
+
+
+def test_a_row_holds_the_trained_tokens_of_all_segments_end_to_end(load, episode):
+    model = load()
+    turns = episode(0, (2, 3), context="turn", reward=1.0)
+    echoed = episode(0, (1, 2), echo=True, reward=0.0)
+    batch = batch_of(model, [turns, echoed], make_algorithm("grpo"))
+    assert len(turns.segments) == 2
+    assert batch.view.roles.tolist() == [[1, 1, 1, 1, 1], [1, 2, 2, 1, 1]]  # no prompt, no padding of segments
+    assert batch.view.turns.tolist() == [[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]
+    sampled = np.concatenate([s.sampler_logprobs[s.roles == Role.ACTION] for s in turns.segments])
+    np.testing.assert_array_equal(np.array(batch.view.sampler_logprobs[0]), sampled)
+    # token_mean over the 5 + 3 ACTION tokens; the world model's mean over the 2 ECHO tokens
+    np.testing.assert_allclose(np.array(batch.weights), np.array([[1, 1, 1, 1, 1], [1, 0, 0, 1, 1]]) / 8)
+    np.testing.assert_allclose(np.array(batch.echo_weights), np.array([[0, 0, 0, 0, 0], [0, 1, 1, 0, 0]]) / 2)
+    assert batch.advantages[1, 1:3].tolist() == [0, 0]
+
+
+def test_the_scores_of_segments_are_those_of_each_alone(load, episode):
+    model = load()
+    parts = [episode(0, (4, 2), context="turn"), episode(1, (1,)), episode(2, (3, 5), echo=True)]
+    together = score_micro_batch(model, [p.segments for p in parts], 12, temperature=0.7, pad_token_id=0)
+    for row, trajectory in enumerate(parts):
+        expected = []
+        for segment in trajectory.segments:
+            logits = model(mx.array(segment.token_ids[None, :]))[0]
+            for place in np.flatnonzero(segment.roles):
+                # what the world model predicts is not sampled: it is scored at temperature 1
+                scaled = logits[int(place) - 1] / (1.0 if segment.roles[place] == Role.ECHO else 0.7)
+                expected.append((scaled - mx.logsumexp(scaled))[int(segment.token_ids[place])].item())
+        got = together.logprobs[row].tolist()
+        assert got[: len(expected)] == pytest.approx(expected, abs=1e-5)
+        assert got[len(expected) :] == [0] * (12 - len(expected))
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_a_trajectory_of_many_segments_counts_as_one(load, episode, name):
+    """Advantages and weights depend on the trajectories' tokens and turns, never on how they are laid out."""
+    model, algorithm = load(), build(name)
+    batches = [
+        batch_of(
+            model,
+            [
+                episode(0, (2, 3, 1), reward=1.0, context=context, turn_rewards=(0.5, 0.5, 0.0)),
+                episode(0, (4,), reward=0.0, context=context),
+                episode(0, (1, 1), reward=0.25, context=context, turn_rewards=(0.25, 0.0)),
+            ],
+            algorithm,
+        )
+        for context in ("transcript", "turn")
+    ]
+    for field in ("advantages", "weights"):
+        transcript, turn = (np.array(getattr(batch, field)) for batch in batches)
+        np.testing.assert_array_equal(transcript, turn)
+    assert [len(segments) for segments in batches[1].segments] == [3, 1, 2]
+
+
+def test_truncated_rows_stay_in_the_baseline_and_leave_the_loss_and_its_denominator(load, episode):
+    model, algorithm = load(), make_algorithm("grpo", advantage="centred")
+    episodes = [
+        episode(0, (4, 1), reward=1.0, echo=True),
+        episode(0, (2,), reward=0.0, seed=1),
+        episode(0, (7, 9), reward=2.0, truncated=True, echo=True),
+    ]
+    batch = batch_of(model, episodes, algorithm, mask_truncated_rows=True)
+    assert batch.advantages[0, 0].item() == 0.0  # 1 less the mean of 1, 0 and 2
+    assert batch.advantages[1, 0].item() == -1.0
+    assert not np.array(batch.weights[2]).any()
+    assert not np.array(batch.echo_weights[2]).any()
+    assert np.array(batch.weights)[1, :2] == pytest.approx(1 / 7)  # 5 + 2 tokens
+    # more masked tokens change nothing
+    longer = batch_of(
+        model, [*episodes[:2], episode(0, (30,), reward=2.0, truncated=True)], algorithm, mask_truncated_rows=True
+    )
+    np.testing.assert_array_equal(np.array(longer.weights[:2, :7]), np.array(batch.weights[:2, :7]))
+
+
+def test_failed_rows_leave_baseline_loss_and_world_model(load, episode):
+    model, algorithm = load(), make_algorithm("grpo", advantage="centred")
+    sound = [episode(0, (4, 1), reward=1.0, echo=True), episode(0, (2,), reward=0.0, seed=1)]
+    plain = batch_of(model, sound, algorithm)
+    with_failed = batch_of(model, [*sound, episode(0, (3, 2), echo=True, failed=True)], algorithm)
+    for field in ("advantages", "weights", "echo_weights"):
+        got = np.array(getattr(with_failed, field))
+        np.testing.assert_array_equal(got[:2], np.array(getattr(plain, field)))
+        assert not got[2].any()
+
+
+def test_an_episode_that_failed_before_its_first_token_takes_no_place(load, episode):
+    model, algorithm = load(), make_algorithm("grpo")
+    empty = replace(episode(0, (1,), failed=True), segments=(), turns=())
+    batch = batch_of(model, [empty, episode(0, (2,), reward=1.0), episode(0, (2,), reward=0.0, seed=1)], algorithm)
+    assert batch.view.roles.tolist() == [[0, 0], [1, 1], [1, 1]]
+    scored = batch_of(model, [empty, episode(0, (2,), reward=1.0)], algorithm, old=True, reference=True)
+    assert scored.view.old_logprobs[0].tolist() == [0, 0]
+    # nothing but such episodes
+    assert batch_of(model, [empty], algorithm, old=True).weights.tolist() == [[0]]
+
+
+def test_the_share_of_a_minibatch_has_denominators_of_its_own_and_advantages_of_the_whole(load, episode):
+    model, algorithm = load(), make_algorithm("grpo", advantage="centred")
+    episodes = [episode(0, (n, 1), reward=r, seed=n, echo=True) for n, r in ((1, 0.0), (2, 1.0), (5, 5.0), (3, 2.0))]
+    batch = batch_of(model, episodes, algorithm, old=True)
+    part = batch.optimizer_batch([2, 0], algorithm)
+    assert part.size == 2
+    assert part.advantages[:, 0].tolist() == [3.0, -2.0]  # 5 and 0 less the mean of all four, 2
+    assert part.weights[1, 0].item() == pytest.approx(1 / 8)  # 6 and 2 ACTION tokens
+    assert part.echo_weights.max().item() == pytest.approx(1 / 4)  # 2 ECHO tokens each
+    np.testing.assert_array_equal(np.array(part.view.old_logprobs), np.array(batch.view.old_logprobs)[[2, 0]])
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=4), min_size=1, max_size=12),
+    max_tokens=st.none() | st.integers(1, 200),
+    max_rows=st.none() | st.integers(1, 6),
+)
+def test_a_cut_has_every_row_once_and_keeps_to_its_budgets(lengths, max_tokens, max_rows):
+    class Part:
+        def __init__(self, length):
+            self.token_ids = np.zeros(length)
+
+    trajectories = [[Part(length) for length in row] for row in lengths]
+    rows = list(range(0, len(lengths), 2)) or [0]
+    cuts = cut_micro_batches(trajectories, rows, max_tokens=max_tokens, max_rows=max_rows)
+    assert sorted(row for cut in cuts for row in cut) == [row for row in rows if lengths[row]]
+    for cut in cuts:
+        segments = sum(len(lengths[row]) for row in cut)
+        padded = segments * max(max(lengths[row]) for row in cut)
+        assert len(cut) == 1 or ((max_tokens or padded) >= padded and (max_rows or segments) >= segments)
+    widths = [max(lengths[row]) for cut in cuts for row in cut]
+    assert widths == sorted(widths, reverse=True)  # neighbours are alike: little padding

@@ -1,0 +1,233 @@
+"""A run that broke off goes on as if it had not, and a checkpoint that cannot be trusted is refused."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import pytest
+from mlxrl.train import ConfigError, RunError, config_toml, load_config, make_config, resume, train
+
+VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
+# Everything that must survive: dropout, moments, a falling rate, evaluations, several updates, tasks that do not fit.
+FULL = {
+    "steps": 4,
+    "groups_per_step": 4,  # of 9 tasks that fit: epochs end after 9 groups
+    "max_prompt_len": 12,
+    "dropout": 0.2,
+    "kl_beta": 0.05,
+    "optimizer": {"learning_rate": 0.01, "schedule": "cosine", "weight_decay": 0.01},
+    "update": {"updates_per_batch": 2, "minibatches": 2},
+    "eval": {"tasks": 3, "every": 2, "temperature": 1.0},
+    "checkpoint": {"every": 1, "keep": 9},
+}
+
+
+def rows(path):
+    """The rows of a file without what differs from run to run; none where there is no file."""
+    if not path.exists():
+        return []
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(VOLATILE)}
+        for line in path.read_text().splitlines()
+    ]
+
+
+def contents(folder):
+    """All that a run came to: logs, and every number of its newest checkpoint."""
+    found = {name: rows(folder / f"{name}.jsonl") for name in ("metrics", "rollouts", "evaluations", "events")}
+    newest = folder / "adapters"
+    for name in ("adapters.safetensors", "optimizer.safetensors"):
+        found[name] = {key: (value.dtype, value.tolist()) for key, value in mx.load(str(newest / name)).items()}
+    return found | {"state": json.loads((newest / "state.json").read_text())["state"]}
+
+
+@pytest.fixture
+def full(values, project):
+    """The fields of a run that uses all that must survive."""
+    data = {"path": str(project / "tasks.jsonl"), "eval_path": str(project / "tasks.jsonl")}
+    return lambda **fields: values(**FULL | {"data": data} | fields)
+
+
+def break_off(folder, step):
+    """Leave a run as a kill just after a step's log lines leaves it: newer lines, older checkpoints."""
+    for saved in folder.glob("checkpoints/step-*"):
+        if int(saved.name[5:]) > step:
+            shutil.rmtree(saved)
+
+
+def test_a_run_that_broke_off_anywhere_goes_on_bit_for_bit(full, tmp_path):
+    train(make_config(full(output=str(tmp_path / "whole"))))
+    whole = contents(tmp_path / "whole")
+    assert [row["step"] for row in whole["metrics"]] == [1, 2, 3, 4]
+    assert [row["step"] for row in whole["evaluations"]] == [0, 2, 4]
+    assert any(row["passed_over"] for row in whole["metrics"])
+    # nothing saved yet; in the first epoch; two groups into the second; after the last step, before its evaluation
+    for step in (0, 1, 3, 4):
+        folder = tmp_path / f"broken-{step}"
+        shutil.copytree(tmp_path / "whole", folder, symlinks=True)
+        break_off(folder, step)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 5, "los')  # cut in the middle of a line
+        if step == 4:
+            kept = (folder / "evaluations.jsonl").read_text().splitlines(keepends=True)[:-1]
+            (folder / "evaluations.jsonl").write_text("".join(kept))
+        result = resume(folder)
+        assert contents(folder) == whole, step
+        assert [row["step"] for row in result.metrics] == list(range(step + 1, 5))
+
+
+def test_a_run_resumes_at_the_boundary_of_an_epoch_and_trains_to_more_steps(values, tmp_path):
+    # 12 tasks, 6 groups a step: two steps are an epoch
+    fields = values(groups_per_step=6, group_size=2, checkpoint={"every": 0})
+    train(make_config(fields | {"steps": 4, "output": str(tmp_path / "whole")}))
+    train(make_config(fields | {"steps": 2}))
+    resume(tmp_path / "run", steps=4)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    # the folder's config has the new length: what is resumed again is over
+    assert load_config(tmp_path / "run" / "config.toml").steps == 4
+    assert resume(tmp_path / "run").metrics == ()
+    tasks = [row["task"] for row in rows(tmp_path / "run" / "rollouts.jsonl")]
+    for epoch in (tasks[:24], tasks[24:]):
+        assert sorted(epoch) == sorted(f"tasks.jsonl:{i}" for i in range(1, 13) for _ in range(2))
+
+
+SCRIPT = """
+import sys
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+from mlxrl.train import load_config, train
+train(load_config(sys.argv[1]), resume=False)
+"""
+
+
+def test_a_run_killed_at_a_random_instant_goes_on_and_ends_the_same(full, tmp_path):
+    fields = full(steps=5, eval={"tasks": 0}, checkpoint={"every": 1, "keep": 2})
+    config = make_config(fields)
+    (tmp_path / "config.toml").write_text(config_toml(config))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "config.toml")]) as run:
+        while run.poll() is None and len(rows(metrics) if metrics.exists() else []) < 2:
+            time.sleep(0.01)
+        time.sleep(random.random() * 0.3)  # anywhere in a step: rollout, update, writing
+        run.send_signal(signal.SIGKILL)
+    resume(tmp_path / "run")
+    train(make_config(fields | {"output": str(tmp_path / "whole")}))
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+
+
+@pytest.fixture
+def saved(values, tmp_path):
+    """A run of two steps with a checkpoint after each."""
+    train(make_config(values(checkpoint={"every": 1})))
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_that_was_never_finished_is_ignored(saved):
+    half = saved / "checkpoints" / ".step-000003.new"
+    half.mkdir()
+    (half / "adapters.safetensors").write_bytes(b"half")
+    resume(saved, steps=3)
+    assert not half.exists()
+    assert len(rows(saved / "metrics.jsonl")) == 3
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+DAMAGE = {
+    "a flipped bit": (lambda c: flip(c / "adapters.safetensors"), "adapters.safetensors is not what was saved"),
+    "a cut file": (
+        lambda c: os.truncate(c / "optimizer.safetensors", 99),
+        "optimizer.safetensors is not what was saved",
+    ),
+    "a missing file": (lambda c: (c / "adapters.safetensors").unlink(), "No such file"),
+    "no state": (lambda c: (c / "state.json").unlink(), "No such file"),
+    "broken JSON": (lambda c: (c / "state.json").write_text("{"), "Expecting property name"),
+    "another file's JSON": (lambda c: (c / "state.json").write_text("[1]"), "list indices"),
+    "a state without its parts": (lambda c: (c / "state.json").write_text('{"config": {}}'), "'state'"),
+    "an edited step": (lambda c: edit(c / "state.json", '"step": 2', '"step": 1'), "state.json says step 1"),
+    "a state of another version": (lambda c: edit(c / "state.json", '"position"', '"place"'), "unexpected keyword"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_with_the_reason_and_the_one_before_serves(saved, case):
+    damage, reason = DAMAGE[case]
+    newest = saved / "checkpoints" / "step-000002"
+    damage(newest)
+    before = rows(saved / "metrics.jsonl")
+    with pytest.raises(RunError, match=rf"checkpoint .*step-000002 cannot be used \(.*{re.escape(reason)}") as refusal:
+        resume(saved)
+    assert str(refusal.value).endswith("remove it to resume from the one before.")
+    assert rows(saved / "metrics.jsonl") == before  # nothing was touched
+    shutil.rmtree(newest)
+    assert [row["step"] for row in resume(saved).metrics] == [2]
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_the_field_that_differs(saved, values, tmp_path):
+    def refusal(**fields):
+        with pytest.raises(RunError) as error:
+            train(make_config(values(checkpoint={"every": 1}, **fields)), resume=True)
+        return str(error.value)
+
+    where = f"checkpoint {saved / 'checkpoints' / 'step-000002'} was made with"
+    where = where.removeprefix("checkpoint ")
+    for fields, field, then, now in (
+        ({"optimizer": {"learning_rate": 0.02}}, "optimizer.learning_rate", "0.01", "0.02"),
+        ({"seed": 4}, "seed", "0", "4"),
+        ({"kl_beta": 0.5}, "kl_beta", "0.0", "0.5"),
+        ({"group_size": 2}, "group_size", "3", "2"),
+        ({"environment": {"seed": 3}}, "environment.seed", "None", "3"),
+    ):
+        message = refusal(**fields)
+        assert message.startswith(where)
+        assert f"{field} = {then}, the config has {now}; resume with the same value" in message
+    # without a checkpoint the folder's config speaks
+    break_off(saved, 0)
+    assert refusal(seed=4).startswith(f"{saved / 'config.toml'} was made with seed = 0")
+
+
+def test_the_length_of_a_run_is_free_only_while_the_rate_does_not_depend_on_it(full, tmp_path):
+    train(make_config(full(steps=1)))
+    with pytest.raises(RunError, match="was made with steps = 1, the config has 3"):
+        resume(tmp_path / "run", steps=3)
+
+
+def test_what_is_kept_and_evaluated_may_change_on_the_way(saved, values, project):
+    data = {"path": str(project / "tasks.jsonl")}
+    config = make_config(values(data=data, steps=4, checkpoint={"every": 1, "keep": 1}))
+    train(config, resume=True)
+    assert [path.name for path in (saved / "checkpoints").iterdir()] == ["step-000004"]
+    assert (saved / "adapters").resolve().name == "step-000004"
+
+
+def test_there_must_be_a_run_to_resume(values, tmp_path):
+    with pytest.raises(RunError, match="holds no run to resume"):
+        train(make_config(values()), resume=True)
+    with pytest.raises(RunError, match=r"holds no run to resume: there is no config\.toml"):
+        resume(tmp_path / "nowhere")
+    unnamed = values()
+    del unnamed["output"]
+    with pytest.raises(RunError, match="resuming needs the run's folder; name it with output"):
+        train(make_config(unnamed), resume=True)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text("steps = ")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        resume(tmp_path / "run")
