@@ -5,7 +5,7 @@ from mlxrl.policy.adapters import adapter_parameters, load_adapter, save_adapter
 from mlxrl.policy.checkpointing import checkpoint_blocks
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head
-from mlxrl.policy.load import find_model, load_policy_with_lora, read_config
+from mlxrl.policy.load import find_model, load_policy_with_lora, read_config, register_model
 from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapters_disabled, dropout_active
 from mlxrl.policy.score import Scores, score
 
@@ -22,6 +22,7 @@ __all__ = [
     "load_adapter",
     "load_policy_with_lora",
     "read_config",
+    "register_model",
     "save_adapter",
     "score",
     "split_head",

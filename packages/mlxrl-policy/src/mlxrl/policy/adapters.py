@@ -45,7 +45,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         folder: a folder with `adapters.safetensors` and `adapter_config.json`.
 
     Raises:
-        ModelError: a file is missing or unreadable, or the adapter has other layers, shapes or scale than the policy.
+        ModelError: a file is missing or unreadable, a value is not finite, or the adapter has other layers, shapes or
+            scale than the policy. The policy is then as it was.
     """
     folder = Path(folder)
     description = _read_config(folder / CONFIG)
@@ -65,6 +66,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
                 f"adapter {folder} fits another policy: {name} has shape {value.shape}, "
                 f"the policy has {here[name].shape}; set `rank` to the adapter's."
             )
+        if not mx.all(mx.isfinite(value)):
+            raise ModelError(f"adapter {folder} is broken: {name} is not finite; take an earlier checkpoint.")
     scales = {module.scale for _, module in model.named_modules() if "lora_a" in module}
     if scales != {description["lora_parameters"].get("scale")}:
         raise ModelError(

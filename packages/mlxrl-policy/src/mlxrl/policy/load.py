@@ -14,6 +14,8 @@ from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head
 from mlxrl.policy.lora import LoRAConfig, PolicyReport, attach_lora, describe
 
+_registered: dict[str, Path] = {}
+
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
 
 
@@ -65,17 +67,24 @@ def _lay_out_for_forward(model: nn.Module) -> None:
             module.weight = mx.contiguous(module.weight.T).T
 
 
+def register_model(name: str, folder: Path) -> None:
+    """Let `name`, which has no slash as hub names have, stand for a model folder wherever a model_id is asked for."""
+    if "/" in name:
+        raise ModelError(f"a registered model name must not have a slash, got {name!r}.")
+    _registered[name] = folder
+
+
 def find_model(model_id: str | Path, *, config_only: bool = False) -> Path:
     """The folder of a model: a local one, the hub's cached copy, or a fresh download.
 
     Args:
-        model_id: a folder, or a hub name like `mlx-community/Qwen3-0.6B-4bit`.
+        model_id: a folder, a name given to `register_model`, or a hub name like `mlx-community/Qwen3-0.6B-4bit`.
         config_only: fetch config.json alone.
 
     Raises:
         ModelError: there is no such folder, or the hub has no such model or cannot be reached.
     """
-    folder = Path(model_id).expanduser()
+    folder = _registered.get(str(model_id), Path(model_id).expanduser())
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(
@@ -86,17 +95,19 @@ def find_model(model_id: str | Path, *, config_only: bool = False) -> Path:
     if name.count("/") != 1 or name.startswith((".", "~", "/")):
         raise ModelError(f"model_id {name!r} is no folder, and no hub name like 'mlx-community/Qwen3-0.6B-4bit'.")
     patterns = ["config.json"] if config_only else MODEL_FILES
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    except Exception:  # whatever the hub client raises for a model that is not cached: ask the hub
-        pass
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # network, authentication and not-found errors of the hub client alike
-        raise ModelError(
-            f"model_id {name!r} is neither a local folder nor in the hub cache, and the hub did not give it "
-            f"({type(error).__name__}); check the name and the network, or name a local folder."
-        ) from error
+    reason = "it has no *.safetensors"
+    for cached in (True, False):
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=cached))
+        except Exception as error:  # whatever the hub client raises: not cached, no network, no access, no such model
+            reason = type(error).__name__
+            continue
+        if config_only or any(folder.glob("*.safetensors")):  # the cache may hold the config alone
+            return folder
+    raise ModelError(
+        f"model_id {name!r} is neither a local folder nor in the hub cache, and the hub did not give it "
+        f"({reason}); check the name and the network, or name a local folder."
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

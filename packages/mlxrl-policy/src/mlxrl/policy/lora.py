@@ -1,5 +1,6 @@
 """LoRA on a frozen base: attach, describe, switch off."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,8 +43,8 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ModelError(f"LoRA rank must be at least 1, got {self.rank}.")
-        if not self.scale > 0:
-            raise ModelError(f"LoRA scale must be above 0, got {self.scale}.")
+        if not 0 < self.scale < math.inf:
+            raise ModelError(f"LoRA scale must be a finite number above 0, got {self.scale}.")
         if not 0 <= self.dropout < 1:
             raise ModelError(f"LoRA dropout must be in [0, 1), got {self.dropout}.")
 

@@ -45,18 +45,21 @@ def score(
         Scores of shape `[B, T]`, float32.
 
     Raises:
-        ValueError: shapes differ, column 0 is masked in, or a temperature is not above 0.
+        ValueError: shapes differ, column 0 is masked in, a temperature is not above 0 and finite, or chunk_size is
+            below 1.
     """
     token_ids_B_T, mask_B_T = np.asarray(token_ids), np.asarray(mask) != 0
     if token_ids_B_T.ndim != 2 or mask_B_T.shape != token_ids_B_T.shape:
         raise ValueError(
             f"token_ids and mask must have one shape [B, T], got {token_ids_B_T.shape} and {mask_B_T.shape}."
         )
-    if mask_B_T[:, 0].any():
+    if mask_B_T[:, :1].any():
         raise ValueError("mask must be 0 in column 0: the first token has no context to be predicted from.")
     temperature_B_T = np.broadcast_to(np.asarray(temperature, dtype=np.float32), token_ids_B_T.shape)
-    if not (temperature_B_T[mask_B_T] > 0).all():
-        raise ValueError(f"temperature must be above 0 to score tokens, got {temperature}.")
+    if not ((temperature_B_T[mask_B_T] > 0) & (temperature_B_T[mask_B_T] < np.inf)).all():
+        raise ValueError(f"temperature must be above 0 and finite to score tokens, got {temperature}.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; None chooses one.")
 
     rows_M, columns_M = np.nonzero(mask_B_T)
     if rows_M.size == 0:
@@ -72,12 +75,8 @@ def score(
     hidden_M_D = trunk(inputs_B_T).flatten(0, 1)[flat_M]
     size = chunk_size or max(1, CHUNK_LOGITS // _vocabulary_size(head, hidden_M_D))
     parameters = _outside_the_blocks(model)
-    chunks = []
-    for start in range(0, rows_M.size, size):
-        part = slice(start, start + size)
-        scorer = mx.checkpoint(_chunk_scorer(model, head, targets_M[part], temperature_M[part]))
-        chunks.append(scorer(parameters, hidden_M_D[part]))
-    logprobs_M, entropy_M = (mx.concatenate(parts) for parts in zip(*chunks, strict=True))
+    run = _in_chunks(_row_scorer(model, head, list(parameters)), size, targets_M, temperature_M)
+    logprobs_M, entropy_M = run(list(parameters.values()), hidden_M_D)
 
     places = np.full(token_ids_B_T.shape, rows_M.size, dtype=np.int32)  # unscored tokens read the 0 at the end
     places[rows_M, columns_M] = np.arange(rows_M.size)
@@ -99,13 +98,16 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, mx.array]:
     return {name: value for name, value in tree_flatten(model.trainable_parameters()) if id(value) not in inside}
 
 
-def _chunk_scorer(
-    model: nn.Module, head: Head, targets_C: mx.array, temperature_C: mx.array
-) -> Callable[[dict[str, mx.array], mx.array], tuple[mx.array, mx.array]]:
-    """The head and log-softmax of one chunk, as a function of all that a gradient may flow to."""
+RowScorer = Callable[[list[mx.array], mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
-    def run(parameters: dict[str, mx.array], hidden_C_D: mx.array) -> tuple[mx.array, mx.array]:
-        model.update(tree_unflatten(list(parameters.items())))
+
+def _row_scorer(model: nn.Module, head: Head, names: list[str]) -> RowScorer:
+    """The head and log-softmax of some rows, as a function of all that a gradient may flow to."""
+
+    def run(
+        parameters: list[mx.array], hidden_C_D: mx.array, targets_C: mx.array, temperature_C: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
         logits_C_V = head(hidden_C_D).astype(mx.float32) / temperature_C[:, None]
         shifted_C_V = logits_C_V - mx.stop_gradient(logits_C_V.max(axis=-1, keepdims=True))
         exp_C_V = mx.exp(shifted_C_V)
@@ -114,6 +116,52 @@ def _chunk_scorer(
         logprobs_C = mx.take_along_axis(shifted_C_V, targets_C[:, None], axis=-1)[:, 0] - log_total_C
         # entropy = log total - mean of the shifted logits; a logit of -inf has weight 0 there, not NaN
         mean_C = mx.where(exp_C_V > 0, exp_C_V * shifted_C_V, 0).sum(axis=-1) / total_C
-        return logprobs_C, mx.stop_gradient(log_total_C - mean_C)
+        return logprobs_C, log_total_C - mean_C
+
+    return run
+
+
+def _in_chunks(
+    score_rows: RowScorer, size: int, targets_M: mx.array, temperature_M: mx.array
+) -> Callable[[list[mx.array], mx.array], tuple[mx.array, mx.array]]:
+    """`score_rows` on `size` rows at a time; the backward pass computes each chunk again.
+
+    In both passes a chunk waits for the one before it (`mx.depends`): left to itself, MLX starts many chunks and holds
+    the logits of all.
+    """
+    cuts = list(range(size, targets_M.size, size))
+    targets, temperatures = mx.split(targets_M, cuts), mx.split(temperature_M, cuts)
+
+    @mx.custom_function
+    def run(parameters: list[mx.array], hidden_M_D: mx.array) -> tuple[mx.array, mx.array]:
+        results: list[tuple[mx.array, mx.array]] = []
+        for hidden_C_D, *about in zip(mx.split(hidden_M_D, cuts), targets, temperatures, strict=True):
+            if results:
+                hidden_C_D = mx.depends([hidden_C_D], list(results[-1]))[0]
+            results.append(score_rows(parameters, hidden_C_D, *about))
+        logprobs, entropies = zip(*results, strict=True)
+        return mx.concatenate(logprobs), mx.concatenate(entropies)
+
+    @run.vjp
+    def backward(
+        primals: tuple[list[mx.array], mx.array], cotangents: tuple[mx.array, mx.array], _: tuple[mx.array, mx.array]
+    ) -> tuple[list[mx.array], mx.array]:
+        parameters, hidden_M_D = primals
+        cotangent_M, _ = cotangents  # the entropy carries no gradient
+        sums, slopes = [mx.zeros_like(value) for value in parameters], []
+        chunks = zip(
+            *(mx.split(values, cuts) for values in (hidden_M_D, cotangent_M)), targets, temperatures, strict=True
+        )
+        for hidden_C_D, cotangent_C, targets_C, temperature_C in chunks:
+
+            def logprobs(*inputs: mx.array, targets_C=targets_C, temperature_C=temperature_C) -> mx.array:
+                return score_rows(list(inputs[:-1]), inputs[-1], targets_C, temperature_C)[0]
+
+            if slopes:
+                hidden_C_D, cotangent_C = mx.depends([hidden_C_D, cotangent_C], [*sums, slopes[-1]])
+            _, (*gradients, slope_C_D) = mx.vjp(logprobs, [*parameters, hidden_C_D], [cotangent_C])
+            sums = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+            slopes.append(slope_C_D)
+        return sums, mx.concatenate(slopes)
 
     return run

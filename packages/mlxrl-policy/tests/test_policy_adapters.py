@@ -1,0 +1,156 @@
+import json
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_adapters
+from mlxrl.policy import (
+    LoRAConfig,
+    ModelError,
+    adapter_parameters,
+    load_adapter,
+    load_policy_with_lora,
+    save_adapter,
+)
+
+CONFIG = LoRAConfig(rank=4, scale=1.0)
+
+
+def leaves(tree) -> dict[str, Any]:
+    """Arrays by their full names."""
+    return dict(tree_flatten(tree))
+
+
+@pytest.fixture
+def saved(folders, trained, tmp_path):
+    """saved("qwen3") -> a policy with a trained adapter, and the folder it was saved in."""
+
+    def save(architecture, **options):
+        model, _, report = load_policy_with_lora(folders(architecture, **options), CONFIG)
+        trained(model)
+        save_adapter(model, tmp_path, CONFIG, report.target_keys)
+        return model, tmp_path
+
+    return save
+
+
+def test_an_adapter_comes_back_bit_for_bit(saved, policy, architecture):
+    model, folder = saved(architecture)
+    fresh = policy(architecture, trained=False)
+    load_adapter(fresh, folder)
+    before, after = adapter_parameters(model), adapter_parameters(fresh)
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+    assert all(mx.any(value) for value in after.values())
+    assert {name.rsplit(".", 1)[-1] for name in after} == {"lora_a", "lora_b"}
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_mlx_lm_loads_the_adapter_and_generates_what_the_policy_does(saved, folders, architecture, tokens, bits):
+    model, folder = saved(architecture, bits=bits)
+    theirs, tokenizer = mlx_lm.load(str(folders(architecture, bits=bits)), adapter_path=str(folder))
+    np.testing.assert_allclose(theirs(mx.array(tokens)), model(mx.array(tokens)), atol=2e-5)
+    one, other = (mlx_lm.generate(m, tokenizer, "What?", max_tokens=8) for m in (theirs, model))
+    assert one == other
+
+
+def test_the_adapter_says_how_it_was_built(saved):
+    _, folder = saved("qwen3_moe")
+    description = json.loads((folder / "adapter_config.json").read_text())
+    assert description["fine_tune_type"] == "lora"
+    assert description["num_layers"] == 2
+    parameters = description["lora_parameters"]
+    assert (parameters["rank"], parameters["scale"], parameters["dropout"]) == (4, 1.0, 0.0)
+    assert "mlp.switch_mlp.up_proj" in parameters["keys"]
+
+
+def test_saving_again_replaces_the_files(saved, policy, tmp_path):
+    model, folder = saved("qwen3")
+    model.layers[0].self_attn.q_proj.lora_b = mx.ones_like(model.layers[0].self_attn.q_proj.lora_b)
+    save_adapter(model, folder, CONFIG, ("self_attn.q_proj",))
+    fresh = policy("qwen3", trained=False)
+    load_adapter(fresh, folder)
+    assert mx.all(fresh.layers[0].self_attn.q_proj.lora_b == 1)
+
+
+def refused(model, folder, reason):
+    """The adapter is refused for that reason, and the model is what it was."""
+    before = {name: np.array(value) for name, value in leaves(model.parameters()).items()}
+    with pytest.raises(ModelError, match=reason):
+        load_adapter(model, folder)
+    after = leaves(model.parameters())
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+
+
+def test_a_missing_adapter_is_refused(policy, saved, tmp_path):
+    refused(policy("qwen3"), tmp_path / "nowhere", "adapter_config.json is missing or unreadable")
+    _, folder = saved("qwen3")
+    (folder / "adapters.safetensors").unlink()
+    refused(policy("qwen3"), folder, "adapters.safetensors cannot be read")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"lora_parameters": 3}'])
+def test_a_description_of_something_else_is_refused(policy, saved, text):
+    _, folder = saved("qwen3")
+    (folder / "adapter_config.json").write_text(text)
+    refused(policy("qwen3"), folder, "not valid JSON|no lora_parameters")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_refused(policy, saved, kept):
+    _, folder = saved("qwen3")
+    path = folder / "adapters.safetensors"
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    refused(policy("qwen3"), folder, "cannot be read")
+
+
+def test_a_file_of_other_bytes_is_refused(policy, saved):
+    _, folder = saved("qwen3")
+    (folder / "adapters.safetensors").write_bytes(b"no tensors at all" * 99)
+    refused(policy("qwen3"), folder, "cannot be read")
+
+
+def test_the_adapter_of_another_architecture_is_refused(policy, saved):
+    _, folder = saved("qwen3_moe")
+    refused(policy("qwen3"), folder, "fits another policy: .* on one side only")
+
+
+def test_an_adapter_of_other_layers_is_refused(policy, saved):
+    _, folder = saved("qwen3")
+    refused(policy("qwen3", keys=("self_attn.q_proj",)), folder, "fits another policy: .* on one side only")
+
+
+def test_an_adapter_of_another_rank_is_refused_with_both_shapes(policy, saved):
+    _, folder = saved("qwen3")
+    refused(policy("qwen3", rank=2), folder, r"has shape \(\d+, 4\), the policy has \(\d+, 2\); set `rank`|\(4, ")
+
+
+def test_an_adapter_of_another_scale_is_refused_with_both(policy, saved):
+    _, folder = saved("qwen3")
+    refused(policy("qwen3", scale=2.0), folder, r"trained with scale 1.0, the policy has \[2.0\]")
+
+
+def test_an_adapter_that_is_not_finite_is_refused(policy, saved):
+    model, folder = saved("qwen3")
+    model.layers[0].self_attn.q_proj.lora_b = mx.full(model.layers[0].self_attn.q_proj.lora_b.shape, mx.nan)
+    save_adapter(model, folder, CONFIG, ("self_attn.q_proj",))
+    refused(policy("qwen3"), folder, "layers.0.self_attn.q_proj.lora_b is not finite")
+
+
+def test_what_was_loaded_is_whole_before_it_is_used(policy, saved, tokens):
+    model, folder = saved("qwen3")
+    fresh = policy("qwen3")
+    load_adapter(fresh, folder)
+    (folder / "adapters.safetensors").write_bytes(b"")  # nothing is read from the file any more
+    assert mx.array_equal(fresh(mx.array(tokens)), model(mx.array(tokens)))
+
+
+def test_the_adapter_fits_the_models_that_mlx_lm_itself_adapts(saved, folders, tokens):
+    model, folder = saved("qwen3")
+    theirs = load_adapters(mlx_lm.load(str(folders("qwen3")))[0], str(folder))
+    np.testing.assert_allclose(theirs(mx.array(tokens)), model(mx.array(tokens)), atol=2e-5)

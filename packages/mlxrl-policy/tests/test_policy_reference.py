@@ -1,0 +1,125 @@
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
+from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
+from mlxrl.policy import adapters_disabled, dropout_active, score
+
+
+def leaves(tree) -> dict[str, Any]:
+    """Arrays by their full names."""
+    return dict(tree_flatten(tree))
+
+
+def logits_of(model, tokens):
+    return np.array(model(mx.array(tokens)))
+
+
+def test_without_its_adapters_a_policy_is_its_base(policy, architecture, tokens):
+    base = logits_of(policy(architecture, trained=False), tokens)  # lora_b = 0: the base and nothing else
+    model = policy(architecture)
+    adapted = logits_of(model, tokens)
+    with adapters_disabled(model):
+        np.testing.assert_array_equal(logits_of(model, tokens), base)
+    np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+    assert np.abs(adapted - base).max() > 0.1  # there was something to switch off
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_base_comes_back_too(policy, tokens, bits):
+    base = logits_of(policy("qwen3_moe", bits=bits, trained=False), tokens)
+    model = policy("qwen3_moe", bits=bits)
+    with adapters_disabled(model):
+        np.testing.assert_array_equal(logits_of(model, tokens), base)
+
+
+def put_on(model, adapter_class):
+    """Gives every layer that the class can wrap an adapter of that class with non-zero factors."""
+    wraps = {LoRALinear: nn.Linear, DoRALinear: nn.Linear, LoRASwitchLinear: SwitchLinear}
+    for name, module in model.named_modules():
+        if type(module) is wraps.get(adapter_class, nn.Embedding):
+            adapter = adapter_class.from_base(module, r=2, scale=1.0)
+            adapter.lora_b = 0.1 * mx.random.normal(adapter.lora_b.shape)
+            if "m" in adapter:
+                adapter.m = 1.5 * adapter.m  # DoRA trains a magnitude too
+            owner = model
+            *path, leaf = name.split(".")
+            for part in path:
+                owner = owner[int(part)] if isinstance(owner, list) else owner[part]
+            owner[leaf] = adapter
+
+
+@pytest.mark.parametrize("adapter_class", [LoRALinear, LoRASwitchLinear, LoRAEmbedding, DoRALinear, DoRAEmbedding])
+def test_every_class_of_adapter_is_switched_off(base, tokens, adapter_class):
+    model = base("qwen3_moe")
+    plain = logits_of(model, tokens)
+    put_on(model, adapter_class)
+    adapted = logits_of(model, tokens)
+    assert np.abs(adapted - plain).max() > 0.01
+    with adapters_disabled(model):
+        np.testing.assert_array_equal(logits_of(model, tokens), plain)
+    np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+
+
+def test_the_adapters_come_back_after_an_exception(policy, tokens):
+    model = policy("qwen3")
+    adapted = logits_of(model, tokens)
+    with pytest.raises(RuntimeError, match="midway"), adapters_disabled(model):
+        raise RuntimeError("midway")
+    np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+
+
+def test_a_second_switch_inside_the_first_changes_nothing(policy, tokens):
+    model = policy("qwen3")
+    adapted = logits_of(model, tokens)
+    with adapters_disabled(model):
+        base = logits_of(model, tokens)
+        with adapters_disabled(model):
+            np.testing.assert_array_equal(logits_of(model, tokens), base)
+        np.testing.assert_array_equal(logits_of(model, tokens), base)
+    np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+
+
+def test_a_reference_in_between_leaves_the_gradient_as_it_was(policy, tokens, mask):
+    model = policy("qwen3_moe", grad_checkpoint=True)
+    gradient = nn.value_and_grad(model, lambda: score(model, tokens, mask).logprobs.sum())
+    _, before = gradient()
+    with adapters_disabled(model):
+        assert leaves(model.trainable_parameters()) == {}
+        mx.eval(score(model, tokens, mask))
+    _, after = gradient()
+    before, after = leaves(before), leaves(after)
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+    assert all(mx.abs(value).max() > 0 for name, value in after.items() if "gate_proj" in name)
+
+
+def test_dropout_is_off_while_a_policy_is_scored(policy, tokens, mask):
+    model, still = policy("qwen3", dropout=0.5), policy("qwen3")
+    first, second = (score(model, tokens, mask).logprobs for _ in range(2))
+    assert mx.array_equal(first, second)
+    assert mx.array_equal(first, score(still, tokens, mask).logprobs)
+
+
+def test_dropout_acts_where_it_is_asked_for_and_then_stops(policy, tokens, mask):
+    model = policy("qwen3_moe", dropout=0.5)  # linear layers and experts
+    still = score(model, tokens, mask).logprobs
+    with dropout_active(model):
+        first, second = (score(model, tokens, mask).logprobs for _ in range(2))
+    assert not mx.array_equal(first, second)
+    with pytest.raises(RuntimeError, match="midway"), dropout_active(model):
+        raise RuntimeError("midway")
+    assert mx.array_equal(score(model, tokens, mask).logprobs, still)
+
+
+def test_dropout_of_the_base_model_never_acts(policy, tokens, mask):
+    model = policy("qwen3", dropout=0.0)
+    still = score(model, tokens, mask).logprobs
+    model.layers[0].mlp = nn.Sequential(model.layers[0].mlp, nn.Dropout(0.5)).eval()
+    with dropout_active(model):
+        assert mx.array_equal(score(model, tokens, mask).logprobs, still)
