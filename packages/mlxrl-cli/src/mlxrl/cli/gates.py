@@ -47,7 +47,7 @@ Check = tuple[str, bool, str]
 def smoke(model: str | None, architecture: str | None) -> None:
     """Load, report the shapes, sample, step, save, and reload in stock mlx-lm."""
     with tempfile.TemporaryDirectory() as folder:
-        _finish(_smoke(_model_id(model, architecture, folder), Path(folder)))
+        finish(_smoke(_model_id(model, architecture, folder), Path(folder)))
 
 
 def toy_gate(seed: int, steps: int) -> None:
@@ -58,7 +58,7 @@ def toy_gate(seed: int, steps: int) -> None:
             result = train(config, observer=view)
     rewards = [metrics["reward"] for metrics in result.metrics]
     rise = sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5
-    _finish([("the mean reward rises by at least 0.3", rise >= 0.3, f"{rise:+.3f}")])
+    finish([("the mean reward rises by at least 0.3", rise >= 0.3, f"{rise:+.3f}")])
 
 
 def equivalence(model: str | None, architecture: str | None, seed: int, temperature: float, max_tokens: int) -> None:
@@ -78,7 +78,7 @@ def equivalence(model: str | None, architecture: str | None, seed: int, temperat
         ("log-probs agree where the tokens do", difference < _bound(), f"largest difference {difference:.2e}"),
         ("rows are equal token for token", same == len(batched) or not exact, f"{same} of {len(batched)}"),
     ]
-    _finish(checks)
+    finish(checks)
 
 
 def gsm8k(model: str | None, data: Path | None, steps: int, tasks: int, max_tokens: int, output: str | None) -> None:
@@ -104,7 +104,7 @@ def gsm8k(model: str | None, data: Path | None, steps: int, tasks: int, max_toke
             result = train(config, observer=view)
         accuracies = [evaluation.accuracy for _, evaluation in result.evaluations]
         saved = (result.folder / "adapters" / "adapters.safetensors").is_file()
-    _finish(
+    finish(
         [
             ("every step ran", len(result.metrics) == steps, f"{len(result.metrics)} of {steps}"),
             ("held-out questions were scored before and after", len(accuracies) == 2, f"accuracy {accuracies}"),
@@ -190,7 +190,8 @@ def _bound() -> float:
     return EXACT if mx.default_device().type == mx.cpu else ROUNDED
 
 
-def _finish(checks: Sequence[Check]) -> None:
+def finish(checks: Sequence[Check]) -> None:
+    """Print each check with its outcome, and exit with 1 if one failed."""
     console = Console()
     for name, passed, detail in checks:
         mark = "[green]pass[/green]" if passed else "[red]FAIL[/red]"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import mlx.core as mx
 from mlxrl.rollout import Trajectory
 from mlxrl.train import Evaluation, Observer, Session, TrainConfig, TrainResult
 from rich.console import Console, Group
@@ -120,19 +121,22 @@ def make_view(console: Console, config: TrainConfig) -> PlainView:
 
 def describe_session(session: Session, folder: Path, first_step: int) -> list[str]:
     """What is about to be trained, in a few lines."""
-    report, config = session.report, session.config
-    inactive = (
-        "" if config.iogpu_wired_limit_mb is None or _on_metal() else "  (iogpu_wired_limit_mb is inactive: no Metal)"
-    )
-    return [
-        f"model    {config.model_id}: {report.model_type}, {report.total_parameters:,} parameters, {report.dtype}, "
-        f"quantization {report.quantization}{inactive}",
+    report, config, curriculum = session.report, session.config, session.curriculum
+    base_parameters = report.total_parameters - report.trainable_parameters
+    rewards = ", ".join(reward.name for reward in curriculum.rewards)
+    groups = f"{config.groups_per_step} x {config.group_size} samples"
+    lines = [
+        f"model    {config.model_id}: {report.model_type}, {base_parameters:,} parameters, {report.dtype}, "
+        f"quantization {report.quantization}",
         f"adapter  rank {config.rank} on {report.adapted_layers} layers, {report.trainable_parameters:,} parameters",
-        f"task     {config.env_name}: {len(session.curriculum.train)} tasks, "
-        f"{', '.join(reward.name for reward in session.curriculum.rewards)}",
-        f"run      {config.algorithm.name}, {config.steps} steps of {config.groups_per_step} x {config.group_size} "
-        f"samples, seed {config.seed}, into {folder}" + (f", from step {first_step}" if first_step else ""),
+        f"task     {config.env_name}: {len(curriculum.train)} tasks, rewarded by {rewards}",
+        f"run      {config.algorithm.name}, {config.steps} steps of {groups}, seed {config.seed}, into {folder}",
     ]
+    if first_step:
+        lines.append(f"         resumed from step {first_step}")
+    if config.iogpu_wired_limit_mb is not None and not mx.metal.is_available():
+        lines.append("         iogpu_wired_limit_mb is inactive: this machine has no Metal")
+    return lines
 
 
 def evaluation_line(config: TrainConfig, step: int, evaluation: Evaluation) -> str:
@@ -181,9 +185,3 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _on_metal() -> bool:
-    import mlx.core as mx
-
-    return mx.metal.is_available()

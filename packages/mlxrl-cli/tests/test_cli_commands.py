@@ -1,0 +1,243 @@
+"""The commands as a user meets them: what is printed, the exit code, what lies on disk."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlxrl.cli import gates, main
+from mlxrl.cli.configs import example_names, example_text
+from mlxrl.cli.embedded import embedded_model_path
+from mlxrl.policy.testing import make_tiny_model
+from mlxrl.train import load_config, make_config
+
+TINY = ["--set", "groups_per_step=2", "--group-size", "4", "--max-tokens", "16", "--set", "eval.tasks=4"]
+PROGRAM = "import sys; sys.argv[0] = 'mlxrl-cli'; from mlxrl.cli import main; main()"
+
+
+def cli(*arguments, folder, expect=0):
+    """What the command printed: on standard output when it should succeed, on standard error otherwise."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "200")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(sys, "argv", ["mlxrl-cli", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    assert (stopped.value.code or 0) == expect, f"{out.getvalue()}\n{err.getvalue()}"
+    return out.getvalue() if expect == 0 else err.getvalue()
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a short run of the embedded default in it, and what the command printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, cli("train", "--steps", 2, "--output", "run", "--set", "checkpoint.every=1", *TINY, folder=folder)
+
+
+def test_train_without_a_config_trains_the_embedded_model_and_says_so(trained):
+    folder, output = trained
+    assert "model    embedded: qwen3" in output
+    assert "held-out accuracy before training" in output
+    assert "step    1/2" in output
+    assert "step    2/2" in output
+    assert "held-out accuracy after step 2" in output
+    assert [row["step"] for row in rows(folder / "run/metrics.jsonl")] == [1, 2]
+    # 2 steps of 2 groups of 4 samples
+    assert len(rows(folder / "run/rollouts.jsonl")) == 16
+
+
+def test_the_resolved_config_is_on_disk_and_loads_again(trained):
+    folder, _ = trained
+    written = load_config(folder / "run/config.toml")
+    assert (written.steps, written.group_size, written.groups_per_step) == (2, 4, 2)
+
+
+def test_stock_mlx_lm_answers_greedily_as_the_policy_does(trained):
+    # eval of the run plays greedy completions of the policy in process; stock mlx-lm must give the same tokens
+    folder, _ = trained
+    stock, tokenizer = mlx_lm.load(str(embedded_model_path()), adapter_path=str(folder / "run/adapters"))
+    from mlxrl.policy import LoRAConfig, load_adapter, load_policy_with_lora
+    from mlxrl.rollout import SamplingConfig, generate_groups
+
+    policy, _, _ = load_policy_with_lora(embedded_model_path(), LoRAConfig(rank=8))
+    load_adapter(policy, folder / "run/adapters")
+    questions = ["What is 7+5+8+3?", "What is 1+2+3?", "What is 9+9+9+9+9?"]
+    sampling = SamplingConfig(temperature=0, max_tokens=24)
+    ours = generate_groups(model=policy, tokenizer=tokenizer, prompts=questions, group_size=1, sampling=sampling)
+    for question, trajectory in zip(questions, ours, strict=True):
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        stream = mlx_lm.stream_generate(stock, tokenizer, prompt, max_tokens=24)
+        assert [response.token for response in stream] == trajectory.completion_ids
+    logits = [model(mx.array([prompt])) for model in (stock, policy)]
+    assert mx.allclose(*logits, atol=1e-5)
+
+
+def test_resume_goes_on_from_the_newest_checkpoint_with_the_same_numbers(trained):
+    folder, _ = trained
+    unbroken = rows(folder / "run/metrics.jsonl")
+    shutil.rmtree(folder / "run/checkpoints/step-000002")
+    output = cli("train", "--resume", "--output", "run", folder=folder)
+    assert "resumed from step 1" in output
+    resumed = rows(folder / "run/metrics.jsonl")
+    assert [row["step"] for row in resumed] == [1, 2]
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in unbroken]
+
+
+def test_eval_compares_base_and_trained(trained):
+    folder, _ = trained
+    base, after = cli("eval", "run", "--tasks", 4, folder=folder).splitlines()
+    assert base.startswith("base     accuracy 0.")
+    assert after.startswith("trained  accuracy ")
+
+
+def test_a_run_is_not_overwritten_unless_forced(trained, tmp_path):
+    folder, _ = trained
+    message = cli("train", "--steps", 1, "--output", "run", *TINY, folder=folder, expect=1)
+    assert "run exists; go on with --resume, replace it with --force, or choose another output" in message
+
+
+def test_the_same_seed_gives_the_same_metrics_and_another_seed_others(tmp_path):
+    measured = ("time/", "tokens_per_second", "peak_memory_gb")
+    runs = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        cli("train", "--steps", 2, "--seed", seed, "--output", name, *TINY, folder=tmp_path)
+        metrics = rows(tmp_path / name / "metrics.jsonl")
+        runs.append([{k: v for k, v in row.items() if not k.startswith(measured)} for row in metrics])
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+BAD = [
+    (["--set", "groupsize=4"], ["groupsize", "unknown key", "group_size"]),
+    (["--set", "optimizer.learning_rate=nan"], ["optimizer.learning_rate", "finite", "nan"]),
+    (["--set", 'group_size="4"'], ["group_size", "integer", "'4'"]),
+    (["--set", "steps=2.5"], ["steps", "integer", "2.5"]),
+    (["--config", "missing.toml"], ["missing.toml", "does not exist", "init"]),
+    (["--config", "broken.toml"], ["broken.toml", "not valid TOML"]),
+    (["--model", "no/such/folder"], ["model_id", "no/such/folder", "no folder"]),
+    (["--model", "nobody/nothing"], ["model_id", "nobody/nothing", "hub"]),
+    (["--algorithm", "rloo", "--group-size", "1"], ["group_size = 1", "rloo", "2"]),
+    (["--algorithm", "ppo"], ["algorithm", "'ppo'", "grpo"]),
+    (["--set", "env_name=arithmetics"], ["env_name", "arithmetics", "arithmetic"]),
+    (["--set", "environment.terms=[5, 3]"], ["env_name", "terms"]),
+    (["--set", "nonsense"], ["--set", "key=value", "nonsense"]),
+    (["--available-memory-gb", "0.01"], ["budget", "0.01"]),
+    (["--available-memory-gb", "-1"], ["--available-memory-gb", "-1"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=lambda value: " ".join(value)[:40])
+def test_a_config_that_cannot_run_is_one_message_before_any_model_is_loaded(arguments, words, tmp_path):
+    (tmp_path / "broken.toml").write_text("steps = = 3\n")
+    message = cli("train", *arguments, folder=tmp_path, expect=2)
+    assert len(message.strip().splitlines()) == 1, message
+    for word in words:
+        assert word in message
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_dry_run_shows_config_and_plan_and_writes_nothing(tmp_path):
+    output = cli("train", "--dry-run", "--steps", 7, folder=tmp_path)
+    assert "steps = 7" in output
+    assert "peak" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_fit_turns_the_run_down_until_it_fits(tmp_path):
+    wide = ["--set", "max_prompt_len=512", "--set", "max_completion_len=256", "--dry-run"]
+    refused = cli("train", *wide[:-1], "--available-memory-gb", 1.5, folder=tmp_path, expect=2)
+    assert "gradient_checkpointing = true" in refused
+    fitted = cli("train", *wide, "--available-memory-gb", 1.5, "--auto-fit", folder=tmp_path)
+    assert "gradient_checkpointing = true" in fitted
+    assert "It fits" in fitted
+
+
+@pytest.mark.parametrize("name", example_names())
+def test_an_example_loads_validates_and_plans_offline(name, tmp_path):
+    cli("init", "example.toml", "--example", name, folder=tmp_path)
+    assert (tmp_path / "example.toml").read_text() == example_text(name)
+    output = cli("plan", "--config", "example.toml", folder=tmp_path)
+    assert "peak" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen3_0_6b_grpo", "qwen3"), ("qwen35_9b_g2_checkpoint", "qwen3_5")]
+)
+def test_an_example_trains_a_tiny_model_of_its_architecture(name, architecture, tmp_path):
+    model = make_tiny_model(tmp_path / "model", architecture)
+    text = example_text(name).replace("quant_bits = 4\n", "")  # the tiny model is not quantized
+    (tmp_path / "example.toml").write_text(text)
+    arguments = ["--config", "example.toml", "--model", model, "--output", "run", "--max-tokens", 8]
+    output = cli("train", *arguments, folder=tmp_path)
+    assert "step    1/1" in output
+    assert (tmp_path / "run/adapters/adapters.safetensors").is_file()
+
+
+def test_init_without_an_example_writes_a_config_that_loads_as_it_is(tmp_path):
+    cli("init", "new.toml", folder=tmp_path)
+    config = load_config(tmp_path / "new.toml")
+    assert config == make_config({"model_id": "embedded"})
+    again = cli("init", "new.toml", folder=tmp_path, expect=2)
+    assert "new.toml exists" in again
+
+
+def test_init_lists_examples_and_prints_the_schema(tmp_path):
+    assert cli("init", "--list", folder=tmp_path).split() == example_names()
+    assert (
+        "learning_rate"
+        in json.loads(cli("init", "--schema", folder=tmp_path))["$defs"]["OptimizerConfig"]["properties"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("qwen3", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]),
+        ("qwen3_5", ["self_attn.q_proj", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_a"]),
+    ],
+)
+def test_smoke_reports_shapes_and_passes(architecture, targets, tmp_path):
+    output = cli("smoke", "--architecture", architecture, folder=tmp_path)
+    for target in targets:
+        assert target in output
+    assert "in lora_a and lora_b" in output
+    assert output.count("pass") == 5
+    assert "FAIL" not in output
+
+
+@pytest.mark.parametrize("command", ["equivalence", "phase2-equivalence"])
+def test_equivalence_passes_under_both_names(command, tmp_path):
+    output = cli(command, folder=tmp_path)
+    assert "12 of 12" in output
+
+
+def test_a_gate_that_fails_exits_with_1():
+    with pytest.raises(SystemExit) as stopped:
+        gates.finish([("one and one is three", 1 + 1 == 3, "it is 2")])
+    assert stopped.value.code == 1
+
+
+def test_gsm8k_trains_on_the_given_file_and_scores_its_answers(tmp_path):
+    lines = [{"question": f"What is {n}+1?", "answer": f"Add one.\n#### {n + 1}"} for n in range(1, 9)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = cli("gsm8k", "--data", "gsm8k.jsonl", "--max-tokens", 8, "--tasks", 2, "--output", "run", folder=tmp_path)
+    assert output.count("pass  ") == 3
+    assert {row["task"].split(":")[0] for row in rows(tmp_path / "run/rollouts.jsonl")} == {"gsm8k.jsonl"}
+
+
+def test_help_answers_without_importing_mlx(tmp_path):
+    program = PROGRAM.replace("main()", "\ntry:\n    main()\nfinally:\n    print('mlx.core' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", program, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert "train" in done.stdout
+    assert done.stdout.strip().endswith("False")
