@@ -30,8 +30,9 @@ def spread(prompts, completions, completion_ids, trajectories, **columns):
     return [sum(c.isalnum() for c in text) / 8 - sum(not c.isalnum() for c in text) / 20 for text in completions]
 
 
-def length(prompts, completions, completion_ids, trajectories, **columns):
-    return [float(len(ids)) for ids in completion_ids]
+def by_answer(prompts, completions, completion_ids, trajectories, answer, **columns):
+    shares = spread(prompts, completions, completion_ids, trajectories)
+    return [share + len(right) for share, right in zip(shares, answer, strict=True)]
 """
 # Two rooms, whose name the environment tells; each turn pays for capital letters.
 ENVIRONMENT = """

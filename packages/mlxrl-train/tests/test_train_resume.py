@@ -108,7 +108,7 @@ train(load_config(sys.argv[1]), resume=False)
 
 
 def test_a_run_killed_at_a_random_instant_goes_on_and_ends_the_same(full, tmp_path):
-    fields = full(steps=5, eval={"tasks": 0}, checkpoint={"every": 1, "keep": 2})
+    fields = full(steps=5, update={}, eval={"tasks": 0}, checkpoint={"every": 1, "keep": 2})
     config = make_config(fields)
     (tmp_path / "config.toml").write_text(config_toml(config))
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -34,6 +34,15 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum) -> tuple[str, .
         ),
         (algorithm.clip_low and updates == 1, "algorithm.clip_low", once),
         (algorithm.clip_high and updates == 1, "algorithm.clip_high", once),
-        (algorithm.gspo_importance and updates == 1, "algorithm.gspo_importance", once),
+        (
+            algorithm.gspo_importance == "token",
+            "algorithm.gspo_importance",
+            "has the gradient of 'sequence' while an advantage is the same along a trajectory, as gspo's are",
+        ),
+        (
+            config.data and config.data.eval_path and not config.eval.tasks,
+            "data.eval_path",
+            "is read for evaluations only; set eval.tasks",
+        ),
     ]
     return tuple(f"{name} {why}." for inactive, name, why in found if inactive)

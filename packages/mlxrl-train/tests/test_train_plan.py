@@ -1,0 +1,89 @@
+"""The memory plan of a config: read from config.json alone, and its proposals make a config that fits."""
+
+import json
+
+import pytest
+from mlxrl.train import ConfigError, fitted_overrides, load_config, make_config, make_plan
+
+GB = 2**30
+
+
+def test_the_plan_of_a_folder_needs_its_config_alone(tiny, tmp_path):
+    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
+    plans = [make_plan(make_config({"model_id": str(folder)}), available_bytes=GB) for folder in (tmp_path, tiny)]
+    assert plans[0] == plans[1]
+    assert plans[0].fit.fits
+    assert fitted_overrides(plans[0]) == {}
+    assert plans[0].estimate.peak == plans[0].fit.peak > plans[0].estimate.weights > 0
+
+
+def test_known_models_are_planned_without_a_network_and_fewer_bits_take_less():
+    names = [f"mlx-community/Qwen3-0.6B-{tag}" for tag in ("4bit", "8bit", "bf16")]
+    plans = [make_plan(make_config({"model_id": name}), available_bytes=64 * GB) for name in names]
+    weights = [plan.estimate.weights for plan in plans]
+    assert weights == sorted(weights)
+    # 4 bits and a 16-bit scale and bias in each 64 weights: 4.5 bits of 16
+    assert weights[0] / weights[2] == pytest.approx(4.5 / 16, rel=0.02)
+    assert plans[0].estimate.peak < plans[2].estimate.peak
+
+
+def test_what_the_plan_proposes_is_a_config_that_fits():
+    fields = {"model_id": "mlx-community/Qwen3-0.6B-4bit", "max_completion_len": 1024, "group_size": 16, "steps": 7}
+    plan = make_plan(make_config(fields), available_bytes=3 * GB)
+    assert not plan.fit.fits
+    overrides = fitted_overrides(plan)
+    assert overrides
+    fitted = load_config(None, fields | overrides)
+    again = make_plan(fitted, available_bytes=3 * GB)
+    assert again.fit.fits
+    assert again.estimate.peak == plan.fit.proposals[-1].peak
+    assert fitted.steps == 7
+
+
+# A field of the config and a value, and whether the peak then rises or falls.
+PEAKS = {
+    "group_size": (16, "rises"),
+    "groups_per_step": (16, "rises"),
+    "max_completion_len": (512, "rises"),
+    "max_prompt_len": (2048, "rises"),
+    "max_turns": (4, "rises"),
+    "rank": (64, "rises"),
+    "kl_beta": (0.1, "rises"),
+    "micro_batch_size": (1, "falls"),
+    "update.max_tokens_per_micro_batch": (1024, "falls"),
+    "gradient_checkpointing": (True, "falls"),
+}
+
+
+@pytest.mark.parametrize("field", PEAKS)
+def test_the_plan_reads_each_field_that_takes_memory(field):
+    value, way = PEAKS[field]
+    base = {"model_id": "mlx-community/Qwen3-0.6B-4bit"}
+    before, after = (
+        make_plan(load_config(None, base | change), available_bytes=GB).estimate.peak for change in ({}, {field: value})
+    )
+    assert (after > before) if way == "rises" else (after < before)
+
+
+def test_the_plan_reads_how_wide_a_rollout_is():
+    base = {"model_id": "mlx-community/Qwen3-0.6B-4bit"}
+
+    def cache(**change):
+        return make_plan(make_config(base | change), available_bytes=GB).estimate.kv_cache
+
+    assert cache(rollout_mode="sequential") < cache(rollout={"width": 8}) < cache()
+    # the environment's turns count where the config leaves them open, and so do its observations
+    config = make_config(base)
+    turns = [make_plan(config, max_turns=n, available_bytes=GB).run.sequence_length for n in (1, 3)]
+    assert turns == [512 + 256, 512 + 3 * 256 + 2 * 512]
+    assert make_plan(
+        make_config(base | {"max_observation_len": 9}), max_turns=3, available_bytes=GB
+    ).run.sequence_length == (512 + 3 * 256 + 2 * 9)
+
+
+def test_a_model_that_cannot_be_planned_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="'no-model' is no folder, and no hub name"):
+        make_plan(make_config({"model_id": "no-model"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(ConfigError, match=f"model_id = '{tmp_path}': "):
+        make_plan(make_config({"model_id": str(tmp_path)}))
