@@ -123,18 +123,21 @@ def make_tiny_model(
     return folder
 
 
-def make_scripted_model(folder: str | Path, follows: Mapping[str, str]) -> Path:
+def make_scripted_model(
+    folder: str | Path, follows: Mapping[str, str], *, tokenizer: PreTrainedTokenizerFast | None = None
+) -> Path:
     """Write a model that says what it is told to: its next token depends on the last one alone, and is certain.
 
     Args:
         folder: where to; made if need be.
         follows: per token the one that comes next, e.g. `{"<|assistant|>": "g", "g": "o"}` to answer "go"; after any
             other token the end token comes.
+        tokenizer: by default `character_tokenizer()`.
 
     Returns:
         The folder, ready for `mlx_lm.load` and `load_policy_with_lora`.
     """
-    tokenizer = character_tokenizer()
+    tokenizer = tokenizer or character_tokenizer()
     size = len(tokenizer)
     sizes = {"hidden_size": size, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     folder = make_tiny_model(folder, "llama", tokenizer=tokenizer, **sizes)

@@ -13,7 +13,7 @@ PLACEHOLDER = "mlxrl-message-{}-here"
 
 @dataclass(frozen=True)
 class EncodedObservation:
-    """Tokens that follow an action: template text around the observation's own words.
+    """Tokens of an observation: template text around its own words.
 
     Args:
         token_ids: the tokens, ending where the model is to speak.
@@ -51,19 +51,33 @@ class ChatEncoder:
         self.templated = tokenizer.has_chat_template if use_chat_template is None else use_chat_template
         self.template_kwargs = template_kwargs or {}
         self.eos_ids = frozenset(tokenizer.eos_token_ids)
+        added = tokenizer.added_tokens_decoder.values()
+        self._control_tokens = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         self._pieces_of_roles: dict[tuple[str, ...], list[str]] = {}
 
     def prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a prompt, ending where the model is to speak."""
+        return self.opening(prompt).token_ids
+
+    def opening(self, prompt: str | Sequence[Message], *, max_content: int | None = None) -> EncodedObservation:
+        """Tokens of an observation that the model sees alone, as the first of a segment.
+
+        Args:
+            prompt: the observation.
+            max_content: most tokens of its own text; None keeps all.
+        """
         messages = as_messages(prompt)
-        if not self.templated:
-            return list(self.tokenizer.encode("\n".join(message["content"] for message in messages)))
-        if not any(token in message["content"] for token in self._special_tokens for message in messages):
-            return list(
-                self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **self.template_kwargs)
-            )
         texts = [message["content"] for message in messages]
-        return self._woven(self._pieces([message["role"] for message in messages]), texts, None)[0]
+        if not self.templated:
+            token_ids = list(self.tokenizer.encode("\n".join(texts), split_special_tokens=True))
+            kept = token_ids[:max_content]
+            return EncodedObservation(kept, [True] * len(kept), cut=len(kept) < len(token_ids))
+        if max_content is None and not any(token in text for token in self._control_tokens for text in texts):
+            token_ids = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, **self.template_kwargs
+            )
+            return EncodedObservation(list(token_ids), [False] * len(token_ids), cut=False)
+        return EncodedObservation(*self._woven(self._pieces([m["role"] for m in messages]), texts, max_content))
 
     def observation(
         self, observation: str | Sequence[Message], *, after_eos: bool, max_content: int | None = None
@@ -82,18 +96,14 @@ class ChatEncoder:
         else:
             action_and_roles = ["assistant", *(message["role"] for message in messages)]
             pieces = self._pieces(["user", *action_and_roles])[2:]  # what stands before the action is there already
-            eos = self.tokenizer.eos_token or ""
-            if after_eos and eos and pieces[0].startswith(eos):
-                pieces = [pieces[0][len(eos) :], *pieces[1:]]
-        return EncodedObservation(*self._woven(pieces, texts, max_content))
+        token_ids, content, cut = self._woven(pieces, texts, max_content)
+        if after_eos and token_ids and token_ids[0] in self.eos_ids:  # the action brought its own
+            token_ids, content = token_ids[1:], content[1:]
+        return EncodedObservation(token_ids, content, cut)
 
     def text(self, action_ids: Sequence[int]) -> str:
         """An action as text, without its end-of-sequence token."""
         return self.tokenizer.decode([token for token in action_ids if token not in self.eos_ids])
-
-    @property
-    def _special_tokens(self) -> list[str]:
-        return self.tokenizer.all_special_tokens
 
     def _pieces(self, roles: Sequence[str]) -> list[str]:
         """The template's text before, between and after messages of these roles."""

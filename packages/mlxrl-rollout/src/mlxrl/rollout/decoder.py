@@ -58,7 +58,7 @@ class DecodeBatch:
             keys: per row, its 64-bit random key.
             positions: per row, how many tokens it has drawn already.
         """
-        joining = [_merge([cache[layer] for cache in caches]) for layer in range(len(caches[0]))]
+        joining = merge(caches)
         if self.num_rows == 0:
             self._cache = joining
         else:
@@ -101,9 +101,11 @@ class DecodeBatch:
         self._keys_B_2 = self._keys_B_2[index]
 
 
-def _merge(layers: Sequence[Any]) -> Any:
-    if not hasattr(layers[0], "merge"):
-        raise NotImplementedError(
-            f"this model keeps its state in a {type(layers[0]).__name__}, which mlx-lm cannot batch; use another model."
-        )
-    return layers[0].merge(layers)
+def merge(caches: Sequence[Cache]) -> Cache:
+    """One cache of several rows out of caches of one row each, which stay as they are."""
+    for layer in caches[0]:
+        if not hasattr(layer, "merge"):
+            raise NotImplementedError(
+                f"this model keeps its state in a {type(layer).__name__}, which mlx-lm cannot batch; use another model."
+            )
+    return [layers[0].merge(layers) for layers in zip(*caches, strict=True)]

@@ -1,12 +1,13 @@
 """The one engine: requests in, trajectories out."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlxrl.rollout.audit import rows_are_independent
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.decoder import DecodeBatch, prefill
 from mlxrl.rollout.episode import Context, Episode, EpisodeLimits, RolloutRequest
@@ -34,17 +35,18 @@ class Engine:
         model: the policy, in evaluation mode.
         tokenizer: mlx-lm's tokenizer of the model.
         sampling: temperature, filters and tokens per action.
-        width: most rows that decode at once.
+        width: most rows that decode at once; 1 for a model whose rows mix when they are batched.
         max_prompt_len: most tokens of a first prompt; a longer one fails its row and is never cut. None: no limit.
         max_turns: most turns of an episode, if the environment allows more. None: the environment's own limit.
-        max_observation_len: most tokens of a later observation's text; the rest is cut and the turn says so.
+        max_observation_len: most tokens of a later observation's text; the rest is cut and the turn says so. None: all.
         context: "transcript" (the model sees all turns so far) or "turn" (each turn's prompt is its observation alone).
         echo: whether the words of later observations get the role ECHO.
         use_chat_template: see `ChatEncoder`.
         template_kwargs: see `ChatEncoder`.
 
     Raises:
-        ValueError: width is below 1, or a chat template is asked for that the tokenizer does not have.
+        ValueError: a number is below 1, context is unknown, or a chat template is asked for that the tokenizer does
+            not have.
     """
 
     def __init__(
@@ -62,19 +64,19 @@ class Engine:
         use_chat_template: bool | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ):
-        if width < 1:
-            raise ValueError(f"width must be at least 1, got {width}.")
-        self.model, self.width, self.sampling = model, width, sampling
+        limits = {"max_prompt_len": max_prompt_len, "max_turns": max_turns, "max_observation_len": max_observation_len}
+        for name, value in {"width": width, **limits}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if context not in ("transcript", "turn"):
+            raise ValueError(f"context must be 'transcript' or 'turn', got {context!r}.")
+        self.model, self.sampling = model, sampling
+        self.width = width if width == 1 or rows_are_independent(model) else 1
         self.encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template, template_kwargs=template_kwargs)
-        self.limits = EpisodeLimits(
-            sampling=sampling,
-            max_prompt_len=max_prompt_len,
-            max_turns=max_turns,
-            max_observation_len=max_observation_len,
-            context=context,
-            echo=echo,
-        )
+        self.limits = EpisodeLimits(sampling=sampling, context=context, echo=echo, **limits)
         self.stats = RolloutStats()
+        self._readers: Counter[tuple[int, ...]] = Counter()
+        self._shared: dict[tuple[int, ...], list[Any]] = {}
 
     def rollout(self, requests: Sequence[RolloutRequest], *, policy_version: int = 0) -> list[Trajectory]:
         """Play every request to its end.
@@ -90,6 +92,8 @@ class Engine:
         self.stats = RolloutStats()
         episodes = [Episode(request, self.encoder, self.limits) for request in requests]
         waiting = deque(episode for episode in episodes if not episode.finished)
+        self._readers = Counter(tuple(episode.pending) for episode in waiting)
+        self._shared = {}  # the weights may have changed since: nothing that was read before is used again
         batch, playing = DecodeBatch(self.model, self.sampling), []
         while waiting or playing:
             joining = [waiting.popleft() for _ in range(min(len(waiting), self.width - len(playing)))]
@@ -97,39 +101,47 @@ class Engine:
                 self._join(batch, joining)
                 playing += joining
             tokens, logprobs = batch.step()
-            staying = []
+            staying, continuing = [], []
             for row, (episode, token, logprob) in enumerate(zip(playing, tokens, logprobs, strict=True)):
                 if not episode.push(token, logprob):
                     staying.append(row)
                     continue
                 episode.end_turn()
                 if not episode.finished:
-                    episode.cache = batch.extract(row) if self.limits.context == "transcript" else None
-                    waiting.append(episode)
+                    if self.limits.context == "transcript":
+                        episode.cache = batch.extract(row)
+                    else:
+                        self._readers[tuple(episode.pending)] += 1
+                    continuing.append(episode)
             batch.keep(staying)
+            waiting.extendleft(reversed(continuing))  # before those that have not begun: `width` rows hold a cache
             playing = [playing[row] for row in staying]
         self.stats.decode_forwards = batch.num_forwards
         self.stats.sampled_tokens = sum(episode.num_drawn for episode in episodes)
         return [episode.trajectory(policy_version) for episode in episodes]
 
     def _join(self, batch: DecodeBatch, episodes: Sequence[Episode]) -> None:
-        shared: dict[tuple[int, ...], list[Any]] = {}
         caches = []
         for episode in episodes:
-            prompt = tuple(episode.pending)
             if episode.cache is not None:
                 caches.append(self._prefill(episode.pending, episode.cache))
+                episode.cache = None  # the batch holds it now
             else:
-                if prompt not in shared:
-                    shared[prompt] = self._prefill(episode.pending)
-                caches.append(shared[prompt])
-            episode.cache = None  # the batch holds it now
+                caches.append(self._read_once(tuple(episode.pending)))
         batch.join(
             caches,
             inputs=[episode.pending[-1] for episode in episodes],
             keys=[episode.request.key for episode in episodes],
             positions=[episode.num_drawn for episode in episodes],
         )
+
+    def _read_once(self, prompt: tuple[int, ...]) -> list[Any]:
+        """The cache of a prompt, kept from the first row that starts with it to the last."""
+        cache = self._shared.pop(prompt, None) or self._prefill(prompt)
+        self._readers[prompt] -= 1
+        if self._readers[prompt]:
+            self._shared[prompt] = cache
+        return cache
 
     def _prefill(self, token_ids: Sequence[int], cache: list[Any] | None = None) -> list[Any]:
         if len(token_ids) > 1:

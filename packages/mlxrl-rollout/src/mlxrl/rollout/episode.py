@@ -138,16 +138,25 @@ class Episode:
         )
 
     def _start(self) -> None:
+        where = "make"
         try:
             self._environment = self.request.make()
-            self._max_turns = min(self._environment.max_turns, self.limits.max_turns or self._environment.max_turns)
+            most = self._environment.max_turns
+            if not isinstance(most, int) or most < 1:
+                raise ValueError(f"max_turns must be a whole number of at least 1, got {most!r}")
+            self._max_turns = min(most, self.limits.max_turns or most)
+            where = "reset"
             observation = self._environment.reset()
             messages = as_messages(observation)
+            where = "state_id"
             state_id = self._ask_state(observation)
+            where = "the prompt"
+            prompt = self.encoder.prompt(messages)
+            if not prompt:
+                raise ValueError("it has no tokens, and the model needs one to go on from")
         except Exception as error:  # likewise
-            self._fail("reset", error)
+            self._fail(where, error)
             return
-        prompt = self.encoder.prompt(messages)
         limit = self.limits.max_prompt_len
         if limit is not None and len(prompt) > limit:
             self._stop_reason = StopReason.context
@@ -157,20 +166,25 @@ class Episode:
         self._read(prompt)
 
     def _continue_with(self, observation: str | Sequence[Message]) -> None:
+        where, most = "state_id", self.limits.max_observation_len
         try:
             state_id = self._ask_state(observation)
+            where = "the observation"
+            if self.limits.context == "turn":
+                encoded = self.encoder.opening(observation, max_content=most)
+                if not encoded.token_ids:
+                    raise ValueError("it has no tokens, and the model needs one to go on from")
+            else:
+                encoded = self.encoder.observation(observation, after_eos=self._action_ended, max_content=most)
         except Exception as error:  # likewise
-            self._fail("state_id", error)
+            self._fail(where, error)
             return
         if self.limits.context == "turn":
             self._segments.append(self._segment.build())
             self._segment = SegmentBuilder()
-            self._show(observation, state_id)
-            self._read(self.encoder.prompt(observation))
+            self._show(observation, state_id, cut=encoded.cut)
+            self._read(encoded.token_ids)
             return
-        encoded = self.encoder.observation(
-            observation, after_eos=self._action_ended, max_content=self.limits.max_observation_len
-        )
         last_sampled = self._segment.token_ids[-1]  # the model has not read its own last token yet
         self._show(observation, state_id, cut=encoded.cut)
         self._read(encoded.token_ids, encoded.content)

@@ -1,6 +1,7 @@
 """The plainest possible rollout, to hold the engine against: one row, no cache, no batch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,7 @@ def naive_rollout(
     limits: EpisodeLimits,
     *,
     use_chat_template: bool | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> list[Trajectory]:
     """Play requests one after the other, reading the whole text again for every token.
 
@@ -27,11 +29,12 @@ def naive_rollout(
         requests: the episodes.
         limits: sampling and lengths, as an engine's `limits`.
         use_chat_template: see `ChatEncoder`.
+        template_kwargs: see `ChatEncoder`.
 
     Returns:
         Trajectories equal to `Engine.rollout` on the same requests, up to float rounding.
     """
-    encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template)
+    encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template, template_kwargs=template_kwargs)
     return [_play(model, Episode(request, encoder, limits), limits.sampling) for request in requests]
 
 
