@@ -3,10 +3,13 @@
 # pyright: reportIndexIssue=false, reportArgumentType=false
 # Tolist() and item() are typed as any list or scalar.
 
+import math
+
 import mlx.core as mx
 import pytest
 from mlxrl.algo import (
     AlgorithmBatch,
+    Correction,
     EchoSchedule,
     charge_kl,
     echo_loss,
@@ -134,6 +137,25 @@ def test_corrections_refuse_impossible_limits():
         sampler_ratio(OLD, SAMPLER, TOKENS, "turn")
 
 
+def test_a_correction_is_its_functions_in_one_object():
+    # log w = 1, 0, -2: w = e, 1, e^-2; TIS at 2 gives 2, 1, 0.135; MIS keeps [0.1, 2]: 0, 1, 0.135
+    old, sampler, mask = mx.array([[1.0, 0.0, -2.0]]), mx.zeros((1, 3)), mx.ones((1, 3))
+    assert Correction("tis")(old, sampler, mask).tolist() == [approx([2.0, 1.0, math.exp(-2)])]
+    assert Correction("mis", band=(0.1, 2.0))(old, sampler, mask).tolist() == [approx([0.0, 1.0, math.exp(-2)])]
+    # the sequence's w is exp(1 + 0 - 2) = e^-1; the geometric mean exp(-1/3)
+    assert Correction("tis", "sequence")(old, sampler, mask).tolist() == [approx([math.exp(-1)] * 3)]
+    assert Correction("tis", "geometric")(old, sampler, mask).tolist() == [approx([math.exp(-1 / 3)] * 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"kind": "is"}, "kind"), ({"kind": "tis", "cap": 0.0}, "cap"), ({"kind": "mis", "band": (2.0, 1.0)}, "low")],
+)
+def test_a_correction_that_makes_no_sense_is_refused_when_it_is_built(options, words):
+    with pytest.raises(ValueError, match=words):
+        Correction(**options)
+
+
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ():
     # All right, one right of four... only the middle group has a spread.
     assert informative_rows([1, 1, 1, 1, 1, 0, 0, 1, 0, 0, 0, 0], 4) == [4, 5, 6, 7]
@@ -158,6 +180,7 @@ def test_dapo_filters_and_grpo_does_not():
     assert make_algorithm("dapo").filter_batch(batch, 4) == [0, 1, 2, 3]
     assert make_algorithm("dapo", dynamic_sampling=False).filter_batch(batch) is None
     assert make_algorithm("grpo").filter_batch(batch) is None
+    assert make_algorithm("grpo", dynamic_sampling=True).filter_batch(batch) == [2, 3]
 
 
 def test_a_length_penalty_does_not_make_a_constant_group_informative():

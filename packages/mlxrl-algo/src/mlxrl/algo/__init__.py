@@ -17,7 +17,7 @@ from mlxrl.algo.base import PolicyGradientAlgorithm
 from mlxrl.algo.batch import AlgorithmBatch, Role
 from mlxrl.algo.catalogue import algorithm_table
 from mlxrl.algo.cispo import CISPOAlgorithm
-from mlxrl.algo.corrections import CorrectionLevel, masked_weights, sampler_ratio, truncated_weights
+from mlxrl.algo.corrections import Correction, CorrectionLevel, masked_weights, sampler_ratio, truncated_weights
 from mlxrl.algo.dapo import DAPOAlgorithm
 from mlxrl.algo.drgrpo import DrGRPOAlgorithm
 from mlxrl.algo.echo import EchoSchedule, echo_loss, echo_weights
@@ -70,6 +70,7 @@ __all__ = [
     "AlgorithmBatch",
     "CISPOAlgorithm",
     "ClippedAlgorithm",
+    "Correction",
     "CorrectionLevel",
     "DAPOAlgorithm",
     "DrGRPOAlgorithm",

@@ -10,6 +10,7 @@ from mlxrl.algo._arrays import keep, paint
 from mlxrl.algo._checks import check_rank, check_shape
 from mlxrl.algo.algorithm import LossOutput
 from mlxrl.algo.batch import AlgorithmBatch
+from mlxrl.algo.filters import informative_rows
 from mlxrl.algo.groups import GroupStructure, group_ids_of
 from mlxrl.algo.kl import KLEstimator, KLPlacement, kl_penalty
 from mlxrl.algo.options import check_options, option, option_error
@@ -32,6 +33,7 @@ class PolicyGradientAlgorithm:
         reduction: how token losses become one loss; a name of `REDUCTIONS` is accepted for it.
         max_tokens: the constant of sequence_max_tokens, in tokens.
         reward_beta: weight of the k1 KL charged inside the reward; 0 asks for no log-probs.
+        dynamic_sampling: train only on groups whose task rewards differ. DAPO, arXiv 2503.14476, equation 11.
     """
 
     name: ClassVar[str]
@@ -49,6 +51,7 @@ class PolicyGradientAlgorithm:
     reduction: Reduction = TOKEN_MEAN
     max_tokens: int | None = option(None, 1)
     reward_beta: float = option(0.0, 0)
+    dynamic_sampling: bool = False
 
     def __post_init__(self) -> None:
         chosen: object = self.reduction
@@ -144,8 +147,10 @@ class PolicyGradientAlgorithm:
         return self.surrogate(self.ratio(logp, old, mask), mx.stop_gradient(keep(adv, mask)), keep(logp, mask))
 
     def filter_batch(self, batch: AlgorithmBatch, group_structure: GroupStructure | None = None) -> list[int] | None:
-        """Return the rows to train on, or None for all of them."""
-        return None
+        """Return the rows to train on, or None for all of them; `batch` holds the task rewards, before any shaping."""
+        if not self.dynamic_sampling:
+            return None
+        return informative_rows(batch.total_rewards, batch.group_ids if group_structure is None else group_structure)
 
     def compute_advantages(
         self, rewards: mx.array | Sequence[float | None], group_structure: GroupStructure

@@ -3,6 +3,7 @@
 Weights are constants to multiply the reduction weights by; the denominators stay, masked tokens included.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import mlx.core as mx
@@ -73,3 +74,36 @@ def masked_weights(ratio: mx.array, *, low: float = 0.5, high: float = 2.0) -> m
     if not 0 <= low < high:
         raise ValueError(f"low and high must satisfy 0 <= low < high, got {low} and {high}")
     return mx.stop_gradient(mx.where((ratio >= low) & (ratio <= high), ratio, 0.0))
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What each token's loss is multiplied by, where the sampler is not the policy that is trained.
+
+    Attributes:
+        kind: "tis" truncates the ratio at `cap`; "mis" drops tokens whose ratio lies outside `band`.
+        level: ratio of the token, of the sequence, or the geometric mean over the sequence.
+        cap: C of "tis".
+        band: lower and upper end of "mis".
+
+    Raises:
+        ValueError: kind or level is unknown, the cap is not positive, or the band is empty.
+    """
+
+    kind: Literal["tis", "mis"]
+    level: CorrectionLevel = "token"
+    cap: float = 2.0
+    band: tuple[float, float] = (0.5, 2.0)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("tis", "mis"):
+            raise ValueError(f"kind must be tis or mis, got {self.kind!r}")
+        one = mx.zeros((1, 1))
+        self(one, one, one)  # the functions check level, cap and band
+
+    def __call__(self, old: mx.array, sampler: mx.array, mask: mx.array) -> mx.array:
+        """Return the weights [B, T], constants; arguments as for `sampler_ratio`."""
+        ratio = sampler_ratio(old, sampler, mask, self.level)
+        if self.kind == "tis":
+            return truncated_weights(ratio, cap=self.cap)
+        return masked_weights(ratio, low=self.band[0], high=self.band[1])
