@@ -23,8 +23,6 @@ nox.options.allow_parallel = True
 
 ROOT = Path(__file__).parent
 PACKAGES = {path.name: path for path in sorted(ROOT.glob("packages/*"))}
-# Hypothesis' "ci" profile: the same examples every time, and no deadline that a busy machine would miss.
-PYTEST = ("pytest", "-p", "no:cacheprovider", "--durations=10", "--hypothesis-profile=ci")
 
 
 @nox.session
@@ -54,7 +52,7 @@ def layers(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every package's tests and the workspace's own, in one environment; arguments after `--` go to pytest."""
     install(session, "--all-packages", "--group=workspace")
-    session.run(*PYTEST, "-m", "not metal and not cuda", *session.posargs)
+    pytest(session, "not metal and not cuda")
 
 
 @nox.session
@@ -73,7 +71,7 @@ def isolated(session: nox.Session, package: str) -> None:
         tests = shutil.ignore_patterns("src", "__pycache__")
         shutil.copytree(PACKAGES[package], outside / "packages" / package, ignore=tests)
         session.chdir(outside)
-        session.run(*PYTEST, "-m", "not metal and not cuda", *session.posargs, "packages", env={"PYTHONPATH": ""})
+        pytest(session, "not metal and not cuda", "packages")
 
 
 @nox.session
@@ -98,6 +96,13 @@ def cuda(session: nox.Session) -> None:
     options = ("--quiet", "--constraint", locked, "--excludes", str(excludes))
     session.run_install("uv", "pip", "install", *options, "mlx[cuda13]", "pytest", "hypothesis", "hatchling", *members)
     test_on_gpu(session, "cuda")
+
+
+@nox.session
+def learning(session: nox.Session) -> None:
+    """Train the embedded default from several seeds and write the figures that the README quotes."""
+    install(session, "--all-packages")
+    session.run("python", "tests-integration/learning.py", *session.posargs)
 
 
 @nox.session
@@ -137,10 +142,18 @@ def export(session: nox.Session, *selection: str) -> Path:
     return path
 
 
+def pytest(session: nox.Session, marks: str, *arguments: str) -> None:
+    """Run the tests with these marks; Hypothesis takes the same examples every time and has no deadline to miss."""
+    options = ("-p", "no:cacheprovider", "--durations=10", "--hypothesis-profile=ci", "-m", marks)
+    # A uv that a test starts must not take the session's environment for its project's.
+    clean = {"PYTHONPATH": None, "UV_PROJECT_ENVIRONMENT": None, "UV_PYTHON": None}
+    session.run("pytest", *options, *session.posargs, *arguments, env=clean)
+
+
 def test_on_gpu(session: nox.Session, mark: str) -> None:
     """Run the marked tests, which skip themselves without a GPU, only where MLX sees one."""
     session.run("python", "-c", "import mlx.core as mx; assert mx.is_available(mx.gpu), 'MLX sees no GPU'")
-    session.run(*PYTEST, "-m", mark, *session.posargs)
+    pytest(session, mark)
 
 
 def needed(package: str) -> set[str]:
