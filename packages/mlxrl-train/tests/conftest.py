@@ -14,7 +14,7 @@ from mlxrl.policy import LoRAConfig, load_policy_with_lora
 from mlxrl.policy.testing import make_tiny_model
 from mlxrl.rollout import Role, Segment, Trajectory, Turn
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "num_hidden_layers": 1,
     "hidden_size": 32,
     "num_attention_heads": 2,
@@ -82,14 +82,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", seed=3, **SMALL)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def load(tiny: Path) -> Callable[..., Any]:
-    """load(**lora) -> the tiny model with an adapter that is no longer that of the start."""
+    """load(**lora) -> the tiny model with an adapter that is no longer that of the start; the test's own to change."""
 
     def make(**lora: Any) -> Any:
         model, _, _ = load_policy_with_lora(tiny, LoRAConfig(**{"rank": 2, "seed": 5, **lora}))
         mx.random.seed(11)
-        moved = [(name, value + 0.1 * mx.random.normal(value.shape)) for name, value in adapter(model).items()]
+        adapter = dict(tree_flatten(model.trainable_parameters()))
+        moved = [(name, value + 0.1 * mx.random.normal(value.shape)) for name, value in adapter.items()]
         model.update(tree_unflatten(moved))
         mx.eval(model.parameters())
         return model
@@ -97,8 +98,10 @@ def load(tiny: Path) -> Callable[..., Any]:
     return make
 
 
-def adapter(model: Any) -> dict[str, mx.array]:
-    return dict(tree_flatten(model.trainable_parameters()))
+@pytest.fixture(scope="session")
+def policy(load: Callable[..., Any]) -> Any:
+    """The model of `load()` for all tests that leave it as it is."""
+    return load()
 
 
 @pytest.fixture
@@ -177,27 +180,27 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def quick(tiny: Path, project: Path) -> dict[str, Any]:
+    """The fields of a quick run on prompts of a file, rewarded with many values; without its folder."""
+    return {
+        "model_id": str(tiny),
+        "env_name": "jsonl",
+        "data": {"path": str(project / "tasks.jsonl")},
+        "rewards": [{"name": f"{project / 'my_rewards.py'}:spread"}],
+        "steps": 2,
+        "group_size": 3,
+        "groups_per_step": 2,
+        "max_completion_len": 5,
+        "rank": 2,
+        "optimizer": {"learning_rate": 0.01},
+    }
+
+
 @pytest.fixture
-def values(tiny: Path, project: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """values(**fields) -> the fields of a quick run on prompts of a file, rewarded with many values."""
-
-    def make(**fields: Any) -> dict[str, Any]:
-        base = {
-            "model_id": str(tiny),
-            "output": str(tmp_path / "run"),
-            "env_name": "jsonl",
-            "data": {"path": str(project / "tasks.jsonl")},
-            "rewards": [{"name": f"{project / 'my_rewards.py'}:spread"}],
-            "steps": 2,
-            "group_size": 3,
-            "groups_per_step": 2,
-            "max_completion_len": 5,
-            "rank": 2,
-            "optimizer": {"learning_rate": 0.01},
-        }
-        return base | fields
-
-    return make
+def values(quick: dict[str, Any], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """values(**fields) -> the fields of a quick run in a folder of the test."""
+    return lambda **fields: quick | {"output": str(tmp_path / "run")} | fields
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """From segments to the loss's rows, to micro-batches, and to minibatches."""
 
+# pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportArgumentType=false
+
 from dataclasses import replace
 
 import mlx.core as mx
@@ -23,8 +25,8 @@ def batch_of(model, episodes, algorithm, **options):
     return make_batch(model, episodes, algorithm, rewards=rewards, reward_weights=[1.0], **options)
 
 
-def test_a_row_holds_the_trained_tokens_of_all_segments_end_to_end(load, episode):
-    model = load()
+def test_a_row_holds_the_trained_tokens_of_all_segments_end_to_end(policy, episode):
+    model = policy
     turns = episode(0, (2, 3), context="turn", reward=1.0)
     echoed = episode(0, (1, 2), echo=True, reward=0.0)
     batch = batch_of(model, [turns, echoed], make_algorithm("grpo"))
@@ -39,8 +41,8 @@ def test_a_row_holds_the_trained_tokens_of_all_segments_end_to_end(load, episode
     assert batch.advantages[1, 1:3].tolist() == [0, 0]
 
 
-def test_the_scores_of_segments_are_those_of_each_alone(load, episode):
-    model = load()
+def test_the_scores_of_segments_are_those_of_each_alone(policy, episode):
+    model = policy
     parts = [episode(0, (4, 2), context="turn"), episode(1, (1,)), episode(2, (3, 5), echo=True)]
     together = score_micro_batch(model, [p.segments for p in parts], 12, temperature=0.7, pad_token_id=0)
     for row, trajectory in enumerate(parts):
@@ -57,9 +59,9 @@ def test_the_scores_of_segments_are_those_of_each_alone(load, episode):
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_a_trajectory_of_many_segments_counts_as_one(load, episode, name):
+def test_a_trajectory_of_many_segments_counts_as_one(policy, episode, name):
     """Advantages and weights depend on the trajectories' tokens and turns, never on how they are laid out."""
-    model, algorithm = load(), build(name)
+    model, algorithm = policy, build(name)
     batches = [
         batch_of(
             model,
@@ -78,8 +80,8 @@ def test_a_trajectory_of_many_segments_counts_as_one(load, episode, name):
     assert [len(segments) for segments in batches[1].segments] == [3, 1, 2]
 
 
-def test_truncated_rows_stay_in_the_baseline_and_leave_the_loss_and_its_denominator(load, episode):
-    model, algorithm = load(), make_algorithm("grpo", advantage="centred")
+def test_truncated_rows_stay_in_the_baseline_and_leave_the_loss_and_its_denominator(policy, episode):
+    model, algorithm = policy, make_algorithm("grpo", advantage="centred")
     episodes = [
         episode(0, (4, 1), reward=1.0, echo=True),
         episode(0, (2,), reward=0.0, seed=1),
@@ -98,8 +100,8 @@ def test_truncated_rows_stay_in_the_baseline_and_leave_the_loss_and_its_denomina
     np.testing.assert_array_equal(np.array(longer.weights[:2, :7]), np.array(batch.weights[:2, :7]))
 
 
-def test_failed_rows_leave_baseline_loss_and_world_model(load, episode):
-    model, algorithm = load(), make_algorithm("grpo", advantage="centred")
+def test_failed_rows_leave_baseline_loss_and_world_model(policy, episode):
+    model, algorithm = policy, make_algorithm("grpo", advantage="centred")
     sound = [episode(0, (4, 1), reward=1.0, echo=True), episode(0, (2,), reward=0.0, seed=1)]
     plain = batch_of(model, sound, algorithm)
     with_failed = batch_of(model, [*sound, episode(0, (3, 2), echo=True, failed=True)], algorithm)
@@ -109,8 +111,8 @@ def test_failed_rows_leave_baseline_loss_and_world_model(load, episode):
         assert not got[2].any()
 
 
-def test_an_episode_that_failed_before_its_first_token_takes_no_place(load, episode):
-    model, algorithm = load(), make_algorithm("grpo")
+def test_an_episode_that_failed_before_its_first_token_takes_no_place(policy, episode):
+    model, algorithm = policy, make_algorithm("grpo")
     empty = replace(episode(0, (1,), failed=True), segments=(), turns=())
     batch = batch_of(model, [empty, episode(0, (2,), reward=1.0), episode(0, (2,), reward=0.0, seed=1)], algorithm)
     assert batch.view.roles.tolist() == [[0, 0], [1, 1], [1, 1]]
@@ -120,8 +122,8 @@ def test_an_episode_that_failed_before_its_first_token_takes_no_place(load, epis
     assert batch_of(model, [empty], algorithm, old=True).weights.tolist() == [[0]]
 
 
-def test_the_share_of_a_minibatch_has_denominators_of_its_own_and_advantages_of_the_whole(load, episode):
-    model, algorithm = load(), make_algorithm("grpo", advantage="centred")
+def test_the_share_of_a_minibatch_has_denominators_of_its_own_and_advantages_of_the_whole(policy, episode):
+    model, algorithm = policy, make_algorithm("grpo", advantage="centred")
     episodes = [episode(0, (n, 1), reward=r, seed=n, echo=True) for n, r in ((1, 0.0), (2, 1.0), (5, 5.0), (3, 2.0))]
     batch = batch_of(model, episodes, algorithm, old=True)
     part = batch.optimizer_batch([2, 0], algorithm)

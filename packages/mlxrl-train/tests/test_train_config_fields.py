@@ -1,5 +1,8 @@
 """Every field of the config acts: changing it changes what a run draws, computes, writes or says."""
 
+# pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
+# pyright: reportAttributeAccessIssue=false
+
 import json
 import shutil
 

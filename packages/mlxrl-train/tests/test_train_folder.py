@@ -1,5 +1,8 @@
 """The folder of a run: what is refused, what is replaced, what is in it."""
 
+# pyright: reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+
 import json
 import math
 

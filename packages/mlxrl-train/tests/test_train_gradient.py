@@ -1,5 +1,8 @@
 """The gradient of a batch is that of its definition, however the batch is cut, padded or ordered."""
 
+# pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportOptionalOperand=false
+# pyright: reportOptionalSubscript=false, reportOptionalCall=false, reportArgumentType=false
+
 import math
 from dataclasses import replace
 
@@ -78,8 +81,8 @@ LIMITS = [{"max_rows": 1}, {"max_rows": 2}, {"max_rows": 3}, {"max_tokens": 40}]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_gradient_is_the_same_for_every_cut_and_order(load, episodes, name, mode):
-    model, algorithm = load(), build(name)
+def test_the_gradient_is_the_same_for_every_cut_and_order(policy, episodes, name, mode):
+    model, algorithm = policy, build(name)
     beta, _, old = MODES[mode]
     whole = batch_of(model, episodes, algorithm, beta=beta, old=old)
     expected, metrics = gradient_of(model, whole, algorithm, mode)
@@ -107,8 +110,8 @@ def test_in_float64_the_cuts_agree_to_ten_digits(load, episodes, name):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_padding_changes_nothing(load, episode, episodes, name):
-    model, algorithm = load(), build(name)
+def test_padding_changes_nothing(policy, episode, episodes, name):
+    model, algorithm = policy, build(name)
     batch = batch_of(model, episodes, algorithm, beta=0.1, old=True)
     expected, _ = gradient_of(model, batch, algorithm, "off-policy")
     other_pad, _ = gradient_of(model, batch, algorithm, "off-policy", pad_token_id=42)
@@ -138,14 +141,14 @@ class Probed(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_gradient_sits_exactly_at_the_tokens_that_are_trained(load, episode, name, mode):
+def test_the_gradient_sits_exactly_at_the_tokens_that_are_trained(policy, episode, name, mode):
     episodes = [  # widths fall, so that a micro-batch has the rows in this order
         episode(0, (9, 2), reward=1.0, echo=True, turn_rewards=(0.3, 0.7)),
         episode(0, (5, 3), reward=0.0, echo=True, seed=1, turn_rewards=(0.0, 0.0)),
         episode(0, (4, 3), reward=5.0, echo=True, seed=2, failed=True),
         episode(0, (1,), reward=0.7, seed=3, prompt=2),
     ]
-    plain, algorithm = load(), build(name)
+    plain, algorithm = policy, build(name)
     beta, alpha, old = MODES[mode]
     batch = batch_of(plain, episodes, algorithm, beta=beta, old=old)
     sound = [episodes[0], episodes[1], episodes[3]]  # the failed one is not run: nothing of it is trained
@@ -163,8 +166,8 @@ def test_the_gradient_sits_exactly_at_the_tokens_that_are_trained(load, episode,
     np.testing.assert_array_equal(moved, trained)
 
 
-def test_an_environment_token_is_read_by_the_actions_after_it_and_by_none_before(load, episode):
-    model, algorithm = load(), build("grpo")
+def test_an_environment_token_is_read_by_the_actions_after_it_and_by_none_before(policy, episode):
+    model, algorithm = policy, build("grpo")
     one = episode(0, (4, 5), reward=1.0)
     segment = one.segments[0]
     (place,) = np.flatnonzero((segment.turns == 1) & (segment.roles == Role.MASKED))[:1]
@@ -208,13 +211,13 @@ def test_the_gradient_is_that_of_finite_differences(load, episodes, name):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_rewards_that_are_shifted_or_stretched_give_the_same_advantages(load, episode, name):
+def test_rewards_that_are_shifted_or_stretched_give_the_same_advantages(policy, episode, name):
     def advantages(change):
         episodes = [episode(g, (2, 3), reward=change(r), seed=i) for i, (g, r) in enumerate(rewards)]
         return np.array(batch_of(model, episodes, algorithm).advantages)
 
     rewards = [(0, 0.0), (0, 1.0), (0, 0.25), (1, 0.5), (1, 2.0), (1, 1.0)]
-    model, algorithm = load(), build(name)
+    model, algorithm = policy, build(name)
     plain = advantages(lambda r: r)
     assert np.abs(plain).max() > 0.3
     np.testing.assert_allclose(advantages(lambda r: r + 7), plain, atol=1e-5)

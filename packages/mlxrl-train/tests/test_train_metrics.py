@@ -1,5 +1,7 @@
 """Every metric of a step, counted by hand."""
 
+# pyright: reportOptionalOperand=false, reportOptionalSubscript=false
+
 import math
 from dataclasses import replace
 
@@ -64,8 +66,8 @@ def test_steps_on_one_batch_are_averaged_their_maxima_taken_and_their_counts_sum
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_rows": 1}, {"max_tokens": 20}])
-def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(load, episode, limits):
-    model, algorithm = load(), make_algorithm("grpo", clip_low=0.1, clip_high=0.1)
+def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(policy, episode, limits):
+    model, algorithm = policy, make_algorithm("grpo", clip_low=0.1, clip_high=0.1)
     episodes = [
         episode(0, (4, 2), reward=1.0, echo=True),
         episode(0, (1,), reward=0.0, seed=1),

@@ -1,5 +1,7 @@
 """A run that broke off goes on as if it had not, and a checkpoint that cannot be trusted is refused."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import json
 import os
 import random
@@ -123,11 +125,17 @@ def test_a_run_killed_at_a_random_instant_goes_on_and_ends_the_same(full, tmp_pa
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
 
 
+@pytest.fixture(scope="module")
+def trained(quick, tmp_path_factory):
+    """The folder of a run of two steps with a checkpoint after each; `saved` is a copy to spoil."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(make_config(quick | {"output": str(folder), "checkpoint": {"every": 1}}))
+    return folder
+
+
 @pytest.fixture
-def saved(values, tmp_path):
-    """A run of two steps with a checkpoint after each."""
-    train(make_config(values(checkpoint={"every": 1})))
-    return tmp_path / "run"
+def saved(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run", symlinks=True)
 
 
 def test_a_checkpoint_that_was_never_finished_is_ignored(saved):

@@ -1,5 +1,7 @@
 """Trajectories get their rewards: once, checked, weighted, and nothing for those that failed."""
 
+# pyright: reportArgumentType=false
+
 import math
 from dataclasses import replace
 
@@ -74,14 +76,14 @@ def test_a_row_for_which_all_abstain_has_no_reward(three):
     assert [t.reward for t in scored] == [None, None, 1.0]
 
 
-def test_the_reward_that_is_logged_is_the_one_that_is_trained_on(load, episode):
+def test_the_reward_that_is_logged_is_the_one_that_is_trained_on(policy, episode):
     rewards = [
         NamedReward("f", 0.3, lambda trajectories, **_: [float(t.sample_index) for t in trajectories]),
         NamedReward("g", -2.0, lambda trajectories, **_: [0.1 * t.sample_index**2 for t in trajectories]),
     ]
     scored = score_rewards([episode(0, (3,), seed=i) for i in range(4)], rewards)
     batch = make_batch(
-        load(),
+        policy,
         scored,
         make_algorithm("grpo", advantage="centred"),
         rewards=[[t.reward_parts[r.name] for r in rewards] for t in scored],

@@ -1,5 +1,7 @@
 """The optimizer step: what is skipped, what is clipped, which forward passes run."""
 
+# pyright: reportOperatorIssue=false
+
 import math
 from dataclasses import replace
 
@@ -96,9 +98,9 @@ def test_a_batch_without_a_signal_takes_no_step_at_all(load, episode, count_forw
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_a_fully_masked_micro_batch_beside_a_sound_one_is_finite(load, episode, name):
+def test_a_fully_masked_micro_batch_beside_a_sound_one_is_finite(policy, episode, name):
     # with a KL every counted row is run; the truncated one is masked whole, and alone in its micro-batch
-    model, algorithm = load(), build(name)
+    model, algorithm = policy, build(name)
     episodes = [
         episode(0, (4,), reward=1.0, seed=1),
         episode(0, (3,), reward=0.0, seed=2),
@@ -149,8 +151,8 @@ def test_one_update_without_kl_runs_one_forward_and_each_option_adds_its_own(loa
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_options_that_are_off_leave_the_gradient_bit_for_bit(load, four, name):
-    model, algorithm = load(), build(name)
+def test_options_that_are_off_leave_the_gradient_bit_for_bit(policy, four, name):
+    model, algorithm = policy, build(name)
     plain = batch_of(model, four, algorithm)
     expected = flat(batch_gradient(model, plain, Objective(algorithm))[0])
     with_reference = batch_of(model, four, algorithm, reference=True)
@@ -160,9 +162,9 @@ def test_options_that_are_off_leave_the_gradient_bit_for_bit(load, four, name):
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_the_first_update_on_a_batch_is_the_plain_policy_gradient(load, episode, name):
+def test_the_first_update_on_a_batch_is_the_plain_policy_gradient(policy, episode, name):
     """d/dtheta of -sum w A log pi: every algorithm's gradient where the policy is still the one that was scored."""
-    model, algorithm = load(), build(name)
+    model, algorithm = policy, build(name)
     episodes = [episode(0, (4, 3), reward=r, seed=i, turn_rewards=(r, 0.0)) for i, r in enumerate((0.0, 1.0, 0.3))]
     scored = batch_of(model, episodes, algorithm, old=True)
     exact = batch_of(model, episodes, algorithm)
@@ -215,8 +217,8 @@ def test_the_kl_is_zero_at_the_base_and_pulls_back_once_the_policy_has_moved(loa
         model.update(tree_unflatten(list(moved.items())))
 
 
-def test_a_kl_in_the_loss_without_reference_log_probs_says_what_to_do(load, four):
-    model, algorithm = load(), build("grpo")
+def test_a_kl_in_the_loss_without_reference_log_probs_says_what_to_do(policy, four):
+    model, algorithm = policy, build("grpo")
     batch = batch_of(model, four, algorithm)
     with pytest.raises(ValueError, match=r"beta = 0\.1 needs reference log-probs; make the batch with compute_ref"):
         batch_gradient(model, batch, Objective(algorithm, beta=0.1))
@@ -289,8 +291,8 @@ def test_both_doors_of_a_batch_and_of_a_step_lead_to_the_same_gradient(load, epi
     assert same(*changed)
 
 
-def test_groups_and_rewards_that_do_not_fit_are_refused(load, episode):
-    model, algorithm = load(), build("grpo")
+def test_groups_and_rewards_that_do_not_fit_are_refused(policy, episode):
+    model, algorithm = policy, build("grpo")
     episodes = [episode(0, (2,)), episode(0, (2,), seed=1), episode(1, (2,))]
     given = {"model": model, "pad_token_id": 0, "algorithm": algorithm, "completions": episodes}
     with pytest.raises(ValueError, match="one entry a completion, got 2 for 3"):

@@ -70,7 +70,8 @@ class RunFolder:
 
     def log(self, file: Path, *rows: dict[str, Any]) -> None:
         """Append rows to one of the folder's files of lines."""
-        append_lines(file, rows)
+        if rows:
+            append_lines(file, rows)
 
     def save(
         self,
