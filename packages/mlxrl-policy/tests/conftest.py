@@ -78,11 +78,8 @@ def trained() -> Callable[[nn.Module], nn.Module]:
 
 def train_by_chance(model: nn.Module) -> nn.Module:
     mx.random.seed(5)
-    factors = [
-        (name, 0.1 * mx.random.normal(value.shape))
-        for name, value in tree_flatten(model.trainable_parameters())
-        if name.endswith("lora_b")
-    ]
+    values: dict[str, Any] = dict(tree_flatten(model.trainable_parameters()))
+    factors = [(name, 0.1 * mx.random.normal(v.shape)) for name, v in values.items() if name.endswith("lora_b")]
     model.update(tree_unflatten(factors))
     return model
 

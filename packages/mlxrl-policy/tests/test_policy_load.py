@@ -33,12 +33,11 @@ def test_only_the_lora_factors_can_be_trained(policy, architecture):
 
 def test_every_linear_layer_of_every_block_gets_an_adapter(folders, architecture):
     model, _, report = load_policy_with_lora(folders(architecture))
+    blocks: Any = model.layers
     assert set(report.target_keys) == TARGETS.get(architecture, ATTENTION | MLP)
     # none is left bare: each linear layer of a block sits inside an adapter
-    inside = {id(m["linear"]) for block in model.layers for _, m in block.named_modules() if "lora_a" in m}
-    linear = {
-        id(m) for block in model.layers for _, m in block.named_modules() if isinstance(m, (nn.Linear, SwitchLinear))
-    }
+    inside = {id(m["linear"]) for block in blocks for _, m in block.named_modules() if "lora_a" in m}
+    linear = {id(m) for block in blocks for _, m in block.named_modules() if isinstance(m, (nn.Linear, SwitchLinear))}
     assert inside == linear
     assert report.adapted_layers == len(linear)
 
@@ -89,7 +88,7 @@ def test_the_policy_starts_as_its_base(policy, base, architecture, tokens):
     )
 
 
-def base_in_layout(model: nn.Module, tokens: np.ndarray) -> mx.array:
+def base_in_layout(model: Any, tokens: np.ndarray) -> mx.array:
     for _, module in model.named_modules():  # the same layout, so that sums run in the same order
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight = mx.contiguous(module.weight.T).T
@@ -106,7 +105,7 @@ def test_the_layout_for_the_cpu_changes_no_value(policy, base, tokens):
     np.testing.assert_allclose(loaded(mx.array(tokens)), plain(mx.array(tokens)), atol=1e-5)
 
 
-def lora_bases(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def lora_bases(model: Any) -> list[tuple[str, Any]]:
     attention = model.layers[0].self_attn
     return [(name, attention[name]["linear"]) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 
@@ -116,7 +115,7 @@ def test_on_the_cpu_everything_becomes_float32(policy, folders, bits):
     model = policy("qwen3", bits=bits, dtype=mx.bfloat16, trained=False)
     floats = {n: v for n, v in leaves(model.parameters()).items() if mx.issubdtype(v.dtype, mx.floating)}
     assert {value.dtype for value in floats.values()} == {mx.float32}  # the scales and biases of 4-bit included
-    stored = mx.load(str(folders("qwen3", bits=bits, dtype=mx.bfloat16) / "model.safetensors"))
+    stored: Any = mx.load(str(folders("qwen3", bits=bits, dtype=mx.bfloat16) / "model.safetensors"))
     leaf = "self_attn.q_proj.scales" if bits else "self_attn.q_proj.weight"
     here = leaf.replace("q_proj", "q_proj.linear")
     # bfloat16 values are float32 values: the cast is exact

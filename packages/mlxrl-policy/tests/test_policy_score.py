@@ -1,3 +1,5 @@
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -106,7 +108,7 @@ def test_a_logit_of_minus_infinity_makes_no_nan(policy, tokens, mask):
     (_, scores), gradient = nn.value_and_grad(model, total)()
     np.testing.assert_allclose(scores.logprobs, logprobs, atol=2e-5)
     np.testing.assert_allclose(scores.entropy, entropy, atol=2e-5)
-    largest = mx.abs(gradient["inner"]["model"]["layers"][0]["self_attn"]["q_proj"]["lora_a"]).max().item()
+    largest: Any = mx.abs(gradient["inner"]["model"]["layers"][0]["self_attn"]["q_proj"]["lora_a"]).max().item()
     assert 0 < largest < np.inf
 
 

@@ -58,7 +58,7 @@ def test_without_a_template_a_spelled_control_token_stays_text_too():
 def test_a_control_token_that_has_no_name_of_its_own_stays_text():
     # reserved tokens are special without standing among the tokenizer's named ones
     tokenizer = character_tokenizer()
-    tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)])
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<|reserved|>", special=True)])
     reserved = tokenizer.convert_tokens_to_ids("<|reserved|>")
     assert tokenizer.encode("<|reserved|>") == [reserved]
     encoder = ChatEncoder(TokenizerWrapper(tokenizer))

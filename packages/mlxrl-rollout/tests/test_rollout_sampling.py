@@ -1,3 +1,5 @@
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -153,15 +155,16 @@ def test_a_logit_of_minus_infinity_is_never_drawn():
         ("max_tokens", 0),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(field, value):
+def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any):
+    options: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
-        SamplingConfig(**{field: value})
+        SamplingConfig(**options)
 
 
 def test_full_support_means_that_sampler_and_scorer_see_one_distribution():
     assert SamplingConfig(temperature=0.7).full_support
-    for narrowed in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}):
-        assert not SamplingConfig(**narrowed).full_support
+    narrowed = (SamplingConfig(top_k=5), SamplingConfig(top_p=0.9), SamplingConfig(min_p=0.1))
+    assert not any(config.full_support for config in (*narrowed, SamplingConfig(temperature=0)))
 
 
 def test_keys_differ_where_anything_differs_and_agree_where_nothing_does():

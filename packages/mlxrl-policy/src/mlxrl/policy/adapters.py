@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlxrl.policy.errors import ModelError
+from mlxrl.policy.head import blocks_of
 from mlxrl.policy.lora import LoRAConfig
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -31,7 +33,7 @@ def save_adapter(model: nn.Module, folder: str | Path, config: LoRAConfig, keys:
     mx.save_safetensors(str(folder / WEIGHTS), adapter_parameters(model), metadata={"format": "mlx"})
     description = {
         "fine_tune_type": "lora",
-        "num_layers": len(model.layers),
+        "num_layers": len(blocks_of(model)),
         "lora_parameters": {"rank": config.rank, "scale": config.scale, "dropout": config.dropout, "keys": list(keys)},
     }
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
@@ -51,7 +53,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     description = _read_config(folder / CONFIG)
     try:
-        saved = mx.load(str(folder / WEIGHTS))
+        saved: Any = mx.load(str(folder / WEIGHTS))
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"adapter {folder / WEIGHTS} cannot be read: {error}.") from error
     here = adapter_parameters(model)

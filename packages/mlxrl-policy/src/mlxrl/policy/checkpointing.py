@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlxrl.policy.head import blocks_of
 
 
 def checkpoint_blocks(model: nn.Module, *, enabled: bool = True) -> None:
@@ -19,7 +20,7 @@ def checkpoint_blocks(model: nn.Module, *, enabled: bool = True) -> None:
         model: an mlx-lm model; changed in place.
         enabled: recompute (True) or keep (False); asking twice is asking once.
     """
-    for block in model.layers:
+    for block in blocks_of(model):
         kind = type(block)
         if enabled and kind not in _plain_classes:
             block.__class__ = _recomputing(kind)
@@ -74,7 +75,8 @@ class _Replay:
 
 def _random_state() -> int:
     """MLX's global random state as the seed that brings it back."""
-    high, low = mx.random.state[0].tolist()
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
     return high << 32 | low
 
 

@@ -40,6 +40,12 @@ def split_head(model: nn.Module) -> tuple[Trunk, Head] | None:
     return (trunk, head) if model._head_is_separable else None
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks, which every mlx-lm model lists as `layers`."""
+    blocks: Any = model.layers
+    return list(blocks)
+
+
 class _GivenHidden(nn.Module):
     """Stands where the trunk stood: returns what it is given, and lends the trunk's embedding to a tied head."""
 

@@ -39,7 +39,7 @@ def load_policy_with_lora(
     config = config or LoRAConfig()
     folder = find_model(model_id)
     try:
-        model, tokenizer = mlx_lm.load(str(folder))
+        model, tokenizer, *_ = mlx_lm.load(str(folder))
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise ModelError(f"model_id {str(model_id)!r} was found but cannot be loaded: {error}") from error
     if mx.default_device().type == mx.cpu:

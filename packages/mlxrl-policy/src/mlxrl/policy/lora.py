@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlxrl.policy.errors import ModelError
+from mlxrl.policy.head import blocks_of
 
 LINEAR_TYPES = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ADAPTER_LEAVES = ("lora_a", "lora_b")
@@ -86,14 +88,14 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     if any(name.rsplit(".", 1)[-1] in ADAPTER_LEAVES for name, _ in tree_flatten(model.parameters())):
         raise ModelError("the model already carries LoRA layers; load it again before attaching new ones.")
     found = {
-        name for block in model.layers for name, module in block.named_modules() if isinstance(module, LINEAR_TYPES)
+        name for block in blocks_of(model) for name, module in block.named_modules() if isinstance(module, LINEAR_TYPES)
     }
     keys = found if config.keys is None else {name for name in found if name in config.keys}
     if missing := set(config.keys or ()) - found:
         raise ModelError(f"LoRA keys {sorted(missing)} name no linear layer; the blocks have {sorted(found)}.")
     mx.random.seed(config.seed)  # mlx-lm draws lora_a from the global state
     parameters = {"rank": config.rank, "scale": config.scale, "dropout": config.dropout, "keys": sorted(keys)}
-    linear_to_lora_layers(model, len(model.layers), parameters)
+    linear_to_lora_layers(model, len(blocks_of(model)), parameters)
     model.freeze()
     for _, module in _adapters(model):
         module.unfreeze(keys=list(ADAPTER_LEAVES), recurse=False)
@@ -103,22 +105,24 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
 
 def describe(model: nn.Module, *, model_type: str, keys: tuple[str, ...], separable_head: bool) -> PolicyReport:
     """The report of a model that `attach_lora` prepared."""
-    trainable = tree_flatten(model.trainable_parameters())
-    every = tree_flatten(model.parameters())
+    trainable: dict[str, Any] = dict(tree_flatten(model.trainable_parameters()))
+    every: dict[str, Any] = dict(tree_flatten(model.parameters()))
     bits = sorted(
         {f"{m.bits}-bit" for _, m in model.named_modules() if hasattr(m, "bits") and hasattr(m, "group_size")}
     )
     dtypes = Counter(
-        str(value.dtype).removeprefix("mlx.core.") for _, value in every if mx.issubdtype(value.dtype, mx.floating)
+        str(value.dtype).removeprefix("mlx.core.")
+        for value in every.values()
+        if mx.issubdtype(value.dtype, mx.floating)
     )
     return PolicyReport(
         model_type=model_type,
         dtype=dtypes.most_common(1)[0][0],
-        num_layers=len(model.layers),
+        num_layers=len(blocks_of(model)),
         target_keys=keys,
-        adapted_per_layer=tuple(len(list(_adapters(block))) for block in model.layers),
-        trainable_leaves=tuple(sorted({name.rsplit(".", 1)[-1] for name, _ in trainable})),
-        trainable_parameters=sum(value.size for _, value in trainable),
+        adapted_per_layer=tuple(len(list(_adapters(block))) for block in blocks_of(model)),
+        trainable_leaves=tuple(sorted({name.rsplit(".", 1)[-1] for name in trainable})),
+        trainable_parameters=sum(value.size for value in trainable.values()),
         total_parameters=_parameter_count(model),
         quantization=" and ".join(bits) or "none",
         separable_head=separable_head,
@@ -145,7 +149,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def dropout_active(model: nn.Module) -> Iterator[None]:
     """Within the context the adapters' own dropout acts, and nothing else of the model is in training mode."""
-    switches = [module.dropout for _, module in _adapters(model) if "dropout" in module]
+    switches: list[Any] = [module.dropout for _, module in _adapters(model) if "dropout" in module]
     for dropout in switches:
         dropout.train()
     try:

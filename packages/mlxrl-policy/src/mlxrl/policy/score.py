@@ -1,14 +1,14 @@
 """Log-probabilities and entropies of given tokens under the policy."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
-from mlxrl.policy.head import Head, split_head
+from mlxrl.policy.head import Head, blocks_of, split_head
 
 # Logits that one chunk of the head may hold: 2^26 float32 values are 256 MiB, whatever the vocabulary.
 CHUNK_LOGITS = 2**26
@@ -94,8 +94,9 @@ def _vocabulary_size(head: Head, hidden_M_D: mx.array) -> int:
 
 def _outside_the_blocks(model: nn.Module) -> dict[str, mx.array]:
     """Trainable parameters the head may read: an adapter on the head or on a tied embedding; mostly none."""
-    inside = {id(value) for block in model.layers for _, value in tree_flatten(block.trainable_parameters())}
-    return {name: value for name, value in tree_flatten(model.trainable_parameters()) if id(value) not in inside}
+    inside = {id(value) for block in blocks_of(model) for _, value in tree_flatten(block.trainable_parameters())}
+    trainable: dict[str, Any] = dict(tree_flatten(model.trainable_parameters()))
+    return {name: value for name, value in trainable.items() if id(value) not in inside}
 
 
 RowScorer = Callable[[list[mx.array], mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
@@ -132,22 +133,22 @@ def _in_chunks(
     cuts = list(range(size, targets_M.size, size))
     targets, temperatures = mx.split(targets_M, cuts), mx.split(temperature_M, cuts)
 
-    @mx.custom_function
-    def run(parameters: list[mx.array], hidden_M_D: mx.array) -> tuple[mx.array, mx.array]:
+    def forward(parameters: list[mx.array], hidden_M_D: mx.array) -> tuple[mx.array, mx.array]:
         results: list[tuple[mx.array, mx.array]] = []
         for hidden_C_D, *about in zip(mx.split(hidden_M_D, cuts), targets, temperatures, strict=True):
             if results:
-                hidden_C_D = mx.depends([hidden_C_D], list(results[-1]))[0]
+                (hidden_C_D,) = mx.depends([hidden_C_D], list(results[-1]))
             results.append(score_rows(parameters, hidden_C_D, *about))
-        logprobs, entropies = zip(*results, strict=True)
+        logprobs, entropies = ([result[i] for result in results] for i in (0, 1))
         return mx.concatenate(logprobs), mx.concatenate(entropies)
 
-    @run.vjp
     def backward(
-        primals: tuple[list[mx.array], mx.array], cotangents: tuple[mx.array, mx.array], _: tuple[mx.array, mx.array]
+        primals: tuple[list[mx.array], mx.array],
+        cotangents: tuple[mx.array, mx.array],
+        outputs: tuple[mx.array, mx.array],
     ) -> tuple[list[mx.array], mx.array]:
         parameters, hidden_M_D = primals
-        cotangent_M, _ = cotangents  # the entropy carries no gradient
+        cotangent_M = cotangents[0]  # the entropy carries no gradient
         sums, slopes = [mx.zeros_like(value) for value in parameters], []
         chunks = zip(
             *(mx.split(values, cuts) for values in (hidden_M_D, cotangent_M)), targets, temperatures, strict=True
@@ -164,4 +165,6 @@ def _in_chunks(
             slopes.append(slope_C_D)
         return sums, mx.concatenate(slopes)
 
+    run: Any = mx.custom_function(forward)
+    run.vjp(backward)
     return run

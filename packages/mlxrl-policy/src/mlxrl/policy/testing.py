@@ -117,7 +117,8 @@ def make_tiny_model(
     model, _ = load_model(folder, lazy=True, strict=False)
     # Gemma scales what it embeds by sqrt(hidden_size), and norms by 1 + weight: smaller rows give the same liveliness
     embedding = 0.08 if model_type.startswith("gemma") else 0.2
-    drawn = [(name, _draw(name, value, embedding)) for name, value in tree_flatten(model.parameters())]
+    values: dict[str, Any] = dict(tree_flatten(model.parameters()))
+    drawn = [(name, _draw(name, value, embedding)) for name, value in values.items()]
     model.update(tree_unflatten(drawn))
     save_model(folder, model)
     return folder
@@ -141,12 +142,13 @@ def make_scripted_model(
     size = len(tokenizer)
     sizes = {"hidden_size": size, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     folder = make_tiny_model(folder, "llama", tokenizer=tokenizer, **sizes)
-    model, _ = load_model(folder)
+    model: Any = load_model(folder)[0]
     for layer in (model.layers[0].self_attn.o_proj, model.layers[0].mlp.down_proj):
         layer.weight = mx.zeros_like(layer.weight)  # the block adds nothing: token x arrives at the head as row x
-    successors = [tokenizer.eos_token_id] * size
+    vocabulary = tokenizer.get_vocab()
+    successors = [vocabulary[EOS]] * size
     for token, successor in follows.items():
-        successors[tokenizer.convert_tokens_to_ids(token)] = tokenizer.convert_tokens_to_ids(successor)
+        successors[vocabulary[token]] = vocabulary[successor]
     model.model.embed_tokens.weight = mx.eye(size)
     # row x is scaled by the norm to sqrt(size), about 10; 20 times that leaves every other token exp(-200) = 0
     model.lm_head.weight = 20 * mx.eye(size)[mx.array(successors)].T

@@ -19,7 +19,7 @@ def rows_are_independent(model: nn.Module) -> bool:
     """
     if not hasattr(model, "_rows_are_independent"):
         object.__setattr__(model, "_rows_are_independent", _same_together(model))
-    return model._rows_are_independent
+    return bool(model._rows_are_independent)
 
 
 def _same_together(model: nn.Module) -> bool:

@@ -65,9 +65,9 @@ class DecodeBatch:
             for layer, new in zip(self._cache, joining, strict=True):
                 layer.extend(new)
         halves = [[key & 0xFFFFFFFF, key >> 32] for key in keys]
-        self._inputs_B = mx.concatenate([self._inputs_B, mx.array(inputs, dtype=mx.int32)])
+        self._inputs_B = mx.concatenate([self._inputs_B, mx.array(list(inputs), dtype=mx.int32)])
         self._keys_B_2 = mx.concatenate([self._keys_B_2, mx.array(halves, dtype=mx.uint32)])
-        self._positions_B = mx.concatenate([self._positions_B, mx.array(positions, dtype=mx.uint32)])
+        self._positions_B = mx.concatenate([self._positions_B, mx.array(list(positions), dtype=mx.uint32)])
         self.num_rows += len(caches)
 
     def step(self) -> tuple[list[int], list[float]]:
@@ -81,7 +81,9 @@ class DecodeBatch:
         self._inputs_B, self._positions_B = tokens_B, self._positions_B + 1
         self.num_forwards += 1
         mx.eval(tokens_B, logprobs_B, [layer.state for layer in self._cache])  # the host decides who goes on
-        return tokens_B.tolist(), logprobs_B.tolist()
+        tokens: Any = tokens_B.tolist()
+        logprobs: Any = logprobs_B.tolist()
+        return tokens, logprobs
 
     def extract(self, row: int) -> Cache:
         """A copy of one row's cache, to go on with later."""
@@ -94,7 +96,7 @@ class DecodeBatch:
         self.num_rows = len(rows)
         if not rows:
             self._cache = []
-        index = mx.array(rows, dtype=mx.int32)
+        index = mx.array(list(rows), dtype=mx.int32)
         for layer in self._cache:
             layer.filter(index)
         self._inputs_B, self._positions_B = self._inputs_B[index], self._positions_B[index]

@@ -44,6 +44,8 @@ def _play(model: nn.Module, episode: Episode, sampling: SamplingConfig) -> Traje
         logits_1_V = model(mx.array([episode.token_ids]))[:, -1]
         position_1 = mx.array([episode.num_drawn], dtype=mx.uint32)
         token_1, logprob_1 = draw(logits_1_V, key_1_2, position_1, sampling)
-        if episode.push(int(token_1.item()), float(logprob_1.item())):
+        token: Any = token_1.item()
+        logprob: Any = logprob_1.item()
+        if episode.push(token, logprob):
             episode.end_turn()
     return episode.trajectory(policy_version=0)
