@@ -4,8 +4,9 @@ import ast
 import importlib
 from pathlib import Path
 
-import mlxrl.algo
 import pytest
+
+import mlxrl.algo
 
 ROOT = Path(__file__).parents[1]
 

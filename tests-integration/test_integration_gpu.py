@@ -5,6 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+
 from mlxrl.cli.embedded import embedded_model_path
 from mlxrl.policy import LoRAConfig, load_policy_with_lora, score
 from mlxrl.rollout import Role, SamplingConfig, generate_groups

@@ -3,6 +3,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mlxrl.algo import (
     centred_advantages,
     gdpo_advantages,

@@ -2,6 +2,7 @@ import math
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.algo import AlgorithmBatch, Role, group_ids_of
 
 FIELDS = {

@@ -11,6 +11,7 @@ import random
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.algo import kl_penalty, make_algorithm
 
 THETA = [0.3, -0.5, 0.9]

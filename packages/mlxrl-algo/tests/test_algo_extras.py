@@ -7,6 +7,7 @@ import math
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.algo import (
     AlgorithmBatch,
     Correction,

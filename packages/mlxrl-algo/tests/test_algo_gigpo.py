@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mlxrl.algo import (
     AlgorithmBatch,
     GiGPOAlgorithm,

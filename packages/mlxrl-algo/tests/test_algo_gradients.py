@@ -12,6 +12,7 @@ import random
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.algo import echo_loss, kl_penalty, make_algorithm, reduction_weights
 
 MASK = [

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlxrl.algo import (
     AlgorithmBatch,
     echo_loss,

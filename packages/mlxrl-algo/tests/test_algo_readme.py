@@ -3,6 +3,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.algo import REDUCTIONS, algorithm_table, make_algorithm, reduction_weights, registry
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

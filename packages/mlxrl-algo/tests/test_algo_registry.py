@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
-import mlxrl.algo
 import pytest
+
+import mlxrl.algo
 from mlxrl.algo import (
     Algorithm,
     AlgorithmBatch,

@@ -2,6 +2,7 @@ import math
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.algo import AlgorithmBatch, make_algorithm, paint_tokens, reinforcepp_returns, whitened
 
 

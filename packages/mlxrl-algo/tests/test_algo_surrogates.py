@@ -5,6 +5,7 @@ import math
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.algo import (
     cispo_surrogate,
     clipped_surrogate,

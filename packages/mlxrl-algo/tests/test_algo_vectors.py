@@ -8,6 +8,7 @@ import math
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.algo import (
     AlgorithmBatch,
     GiGPOAlgorithm,

@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import mlx.core as mx
 import mlx_lm
 import pytest
+
 from mlxrl.cli import gates, main
 from mlxrl.cli.configs import example_names, example_text
 from mlxrl.cli.embedded import embedded_model_path
@@ -66,7 +67,7 @@ def test_the_resolved_config_is_on_disk_and_loads_again(trained):
 def test_stock_mlx_lm_answers_greedily_as_the_policy_does(trained):
     # eval of the run plays greedy completions of the policy in process; stock mlx-lm must give the same tokens
     folder, _ = trained
-    stock, tokenizer = mlx_lm.load(str(embedded_model_path()), adapter_path=str(folder / "run/adapters"))
+    stock, tokenizer, *_ = mlx_lm.load(str(embedded_model_path()), adapter_path=str(folder / "run/adapters"))
     from mlxrl.policy import LoRAConfig, load_adapter, load_policy_with_lora
     from mlxrl.rollout import SamplingConfig, generate_groups
 
@@ -75,6 +76,7 @@ def test_stock_mlx_lm_answers_greedily_as_the_policy_does(trained):
     questions = ["What is 7+5+8+3?", "What is 1+2+3?", "What is 9+9+9+9+9?"]
     sampling = SamplingConfig(temperature=0, max_tokens=24)
     ours = generate_groups(model=policy, tokenizer=tokenizer, prompts=questions, group_size=1, sampling=sampling)
+    prompt = []
     for question, trajectory in zip(questions, ours, strict=True):
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         stream = mlx_lm.stream_generate(stock, tokenizer, prompt, max_tokens=24)

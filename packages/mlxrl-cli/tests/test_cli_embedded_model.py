@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.generate import generate_step
+
 from mlxrl.cli.embedded import embedded_model_path
 
 TOOLS = Path(__file__).parents[1] / "tools"

@@ -6,6 +6,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlxrl.env import SingleTurnEnv, make_env
 from mlxrl.env.arithmetic import is_held_out
 

@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mlxrl.env import Environment, GuessNumberEnv, KeyDoorEnv, RecurringStateTextEnv, Task, as_step_result, make_env
 
 GAMES = (KeyDoorEnv, GuessNumberEnv, RecurringStateTextEnv)

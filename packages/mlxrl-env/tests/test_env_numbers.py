@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+
 from mlxrl.env import answer_number, math_answer
 
 

@@ -3,8 +3,9 @@
 import subprocess
 import sys
 
-import mlxrl.env
 import pytest
+
+import mlxrl.env
 from mlxrl.env import FactorySuite, KeyDoorEnv, Suite, env_names, make_env, register_env, registry
 
 OWN = """

@@ -1,6 +1,7 @@
 """Prompts as messages, and the environment of a plain prompt."""
 
 import pytest
+
 from mlxrl.env import Environment, SingleTurnEnv, StepResult, StopReason, Task, as_messages
 
 

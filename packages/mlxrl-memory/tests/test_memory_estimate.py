@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlxrl.memory import ModelShape, RunShape, estimate, known_config
 
 GB = 10**9

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlxrl.memory import ModelShape, RunShape, available_memory, estimate, fit, human_bytes, known_config
 from mlxrl.memory.machine import cgroup_limit
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from mlxrl.memory import ModelShape, known_config
 
 DENSE = {

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
 from mlxrl.policy import LoRAConfig, load_policy_with_lora
 from mlxrl.policy.testing import ARCHITECTURES, make_tiny_model
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_adapters
+
 from mlxrl.policy import (
     LoRAConfig,
     ModelError,

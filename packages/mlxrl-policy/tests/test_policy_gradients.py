@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
+
 from mlxrl.policy import LoRAConfig, checkpoint_blocks, dropout_active, score
 from mlxrl.policy.lora import attach_lora
 

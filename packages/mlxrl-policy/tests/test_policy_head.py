@@ -2,6 +2,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+
 from mlxrl.policy import split_head
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
+
 from mlxrl.policy import LoRAConfig, ModelError, find_model, load_policy_with_lora, read_config
 from mlxrl.policy.lora import attach_lora
 

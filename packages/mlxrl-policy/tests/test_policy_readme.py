@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-import mlxrl.policy
 from mlx.utils import tree_flatten
+
+import mlxrl.policy
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
 

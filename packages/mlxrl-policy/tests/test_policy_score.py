@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlxrl.policy import LoRAConfig, load_policy_with_lora, score, split_head
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+
 from mlxrl.policy import LoRAConfig, load_policy_with_lora
 from mlxrl.policy.testing import ARCHITECTURES, make_scripted_model, make_tiny_model
 

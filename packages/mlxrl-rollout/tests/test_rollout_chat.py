@@ -1,13 +1,14 @@
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
 from mlxrl.policy.testing import (
     THINKING_TEMPLATE,
     character_tokenizer,
     wrapped_character_tokenizer,
 )
 from mlxrl.rollout import ChatEncoder
-from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
 
 CONTROL = {0, 1, 2, 3, 4}  # pad, end, system, user, assistant
 

@@ -3,6 +3,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+
 from mlxrl.env import StopReason, Task
 from mlxrl.policy import score
 from mlxrl.rollout import (

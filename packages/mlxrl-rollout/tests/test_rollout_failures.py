@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from mlxrl.env import StepResult, StopReason
 from mlxrl.policy.testing import character_tokenizer
 from mlxrl.rollout import Engine, SamplingConfig, group_requests

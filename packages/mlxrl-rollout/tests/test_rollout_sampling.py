@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlxrl.rollout import SamplingConfig, derive_key, derive_seed, draw
 
 NUM_DRAWS = 20_000

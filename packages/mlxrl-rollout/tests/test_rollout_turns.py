@@ -1,6 +1,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from mlxrl.env import RecurringStateTextEnv, StepResult, StopReason
 from mlxrl.policy import score
 from mlxrl.policy.testing import ARCHITECTURES, THINKING_TEMPLATE, character_tokenizer

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+
 from mlxrl.env import StopReason, Task
 from mlxrl.policy import LoRAConfig, load_policy_with_lora
 from mlxrl.policy.testing import make_tiny_model

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mlxrl.algo import algorithm_names, make_algorithm
 from mlxrl.rollout import Role
 from mlxrl.train import make_batch

@@ -5,6 +5,7 @@ import re
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.train import (
     ConfigError,
     TrainConfig,

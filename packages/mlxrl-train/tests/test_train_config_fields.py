@@ -7,13 +7,16 @@ import json
 import shutil
 
 import pytest
-from mlxrl.policy.testing import make_tiny_model
-from mlxrl.train import ConfigError, Observer, TrainConfig, load_config, train
 from pydantic import BaseModel
+
+from mlxrl.policy.testing import make_tiny_model
+from mlxrl.train import ConfigError, Observer, RunError, TrainConfig, load_config, train
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
 TWO = {"steps": 2}
 REUSED = {"update.updates_per_batch": 3, "optimizer.learning_rate": 0.1}
+CONSTANT = {"rewards": ({"name": "exact_match"},)}  # a random model never matches: every group's rewards are 0
+FILTERED = {"sampling.top_k": 2}  # rollouts are not drawn from the policy
 HELD_OUT = {"data.eval_path": "PROJECT/tasks.jsonl", "eval.tasks": 2}
 
 # For each field: the environment, what the run is before the change (besides the base), the change, and where it shows.
@@ -78,6 +81,20 @@ CHANGES = {
     "algorithm.kl_estimator": ("jsonl", TWO | {"kl_beta": 0.5}, "k2", "metrics"),
     "algorithm.kl_placement": ("jsonl", TWO | {"kl_beta": 0.5}, "reward", "metrics"),
     "algorithm.mask_truncated": ("jsonl", {}, True, "metrics"),
+    "algorithm.overlong_buffer": ("jsonl", {}, 2, "metrics"),
+    "algorithm.dynamic_sampling": ("jsonl", CONSTANT, True, "rollouts"),
+    "algorithm.max_draws": ("jsonl", CONSTANT | {"algorithm.dynamic_sampling": True}, 2, "rollouts"),
+    "algorithm.max_skipped_steps": (
+        "jsonl",
+        CONSTANT | TWO | {"algorithm.dynamic_sampling": True, "algorithm.max_draws": 1},
+        1,
+        "error",
+    ),
+    "algorithm.dapo_dynamic_sampling": ("jsonl", CONSTANT | {"algorithm.name": "dapo"}, False, "rollouts"),
+    "algorithm.correction": ("jsonl", FILTERED, "tis", "metrics"),
+    "algorithm.correction_level": ("jsonl", FILTERED | {"algorithm.correction": "tis"}, "sequence", "metrics"),
+    "algorithm.correction_cap": ("jsonl", FILTERED | {"algorithm.correction": "tis"}, 0.01, "metrics"),
+    "algorithm.correction_band": ("jsonl", FILTERED | {"algorithm.correction": "mis"}, [0.0, 2.0], "metrics"),
     "algorithm.gspo_importance": ("jsonl", {"algorithm.name": "gspo"}, "token", "inactive"),
     "algorithm.drgrpo_normalize_rewards": ("jsonl", {"algorithm.name": "dr-grpo"}, True, "metrics"),
     "algorithm.drgrpo_loss_reduction": ("jsonl", {"algorithm.name": "dr-grpo"}, "token_mean", "metrics"),
@@ -146,7 +163,7 @@ def outcome(fields):
     watching = Watching()
     try:
         result = train(load_config(None, fields), observer=watching, force=True)
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         return {"error": str(error)}
 
     def rows(name):

@@ -11,6 +11,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+
 from mlxrl.train import Observer, RunError, load_config, make_config, open_session, resume, train, train_step
 from mlxrl.train.files import append_lines, point_link, read_lines, write_folder, write_text
 

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+
 from mlxrl.algo import algorithm_names, make_algorithm
 from mlxrl.rollout import Role
 from mlxrl.train import Objective, batch_gradient, make_batch

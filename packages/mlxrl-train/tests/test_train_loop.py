@@ -1,7 +1,7 @@
 """Whole runs of a tiny model: what they depend on, what they survive, what they write."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 import json
 import math
@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+
 from mlxrl.train import Observer, RunError, make_config, open_session, train, train_step
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
@@ -137,7 +138,7 @@ def count_passes():
 def test_a_step_runs_the_passes_it_needs_and_no_other(values, count_passes, fields, passes):
     session = open_session(make_config(values(**fields)))
     counted = count_passes(session.model)
-    metrics, _, _ = train_step(session, 0)
+    metrics = train_step(session, 0).metrics
     assert metrics["frac_reward_zero_std"] == 0
     assert len(counted) == passes
     updates = fields.get("update", {}).get("updates_per_batch", 1) * fields.get("update", {}).get("minibatches", 1)
@@ -146,8 +147,8 @@ def test_a_step_runs_the_passes_it_needs_and_no_other(values, count_passes, fiel
 
 def test_every_pass_over_a_batch_takes_each_trajectory_once_in_another_split(values, count_passes):
     session = open_session(make_config(values(update={"updates_per_batch": 2, "minibatches": 3})))
-    metrics, trajectories, _ = train_step(session, 0)
-    assert metrics["scored_rows"] == 2 * len(trajectories)
+    metrics, groups, _ = train_step(session, 0)
+    assert metrics["scored_rows"] == 2 * len(groups.sampled)
     assert session.optimizer.step.item() == 6
 
 
@@ -166,9 +167,9 @@ def test_rewards_that_never_differ_train_nothing(values, tmp_path):
 def test_the_step_metrics_of_an_algorithm_and_the_loss_of_the_world_model_are_logged(rooms):
     fields = rooms(algorithm={"name": "gigpo"}, echo_alpha=0.1, steps=1)
     session = open_session(make_config(fields))
-    metrics, trajectories, batch = train_step(session, 0)
+    metrics, groups, batch = train_step(session, 0)
     # the share of turns whose room another turn of the group was in too, counted again here
-    states = [(t.group_id, turn.state_id) for t in trajectories for turn in t.turns]
+    states = [(t.group_id, turn.state_id) for t in groups.sampled for turn in t.turns]
     shared = [state for state in states if states.count(state) > 1]
     assert metrics["anchor_share"] == pytest.approx(len(shared) / len(states))
     assert metrics["anchor_group_size"] == pytest.approx(len(states) / len(set(states)))
@@ -180,7 +181,7 @@ def test_the_step_metrics_of_an_algorithm_and_the_loss_of_the_world_model_are_lo
 def test_the_sampler_and_the_scorer_agree_and_the_ratio_of_one_update_is_one(rooms):
     session = open_session(make_config(rooms(sampling={"temperature": 0.7}, kl_beta=0.1)))
     for step in range(3):
-        metrics, _, _ = train_step(session, step)
+        metrics = train_step(session, step).metrics
         assert metrics["sampling_logp_difference/max"] < 1e-4
         assert (metrics["ratio"], metrics["clip_ratio"]) == (1.0, 0.0)
         assert (metrics["kl"] == 0) == (step == 0)
@@ -245,8 +246,8 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(values, tmp_path)
     session = open_session(make_config(values(max_prompt_len=9)))
     seen, metrics = set(), {}
     for step in range(3):
-        metrics, trajectories, _ = train_step(session, step)
-        seen |= {len(t.task.prompt) for t in trajectories}
+        metrics, groups, _ = train_step(session, step)
+        seen |= {len(t.task.prompt) for t in groups.sampled}
         assert metrics["failed"] == 0
     assert seen == {1, 2, 3, 4, 5, 6}
     assert metrics["passed_over"] == session.loader.position - 6 > 0
@@ -267,7 +268,7 @@ def test_memory_in_use_stays_flat_over_fifty_steps(values):
 
 
 def test_a_step_has_every_number_that_its_readers_know(values):
-    metrics, _, _ = train_step(open_session(make_config(values())), 0)
+    metrics = train_step(open_session(make_config(values())), 0).metrics
     names = """step reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio entropy kl
         loss grad_norm lr clip_ratio sampling_logp_difference/mean sampling_logp_difference/max num_turns failed
         num_tokens tokens_per_second peak_memory_gb time/rollout time/reward time/score time/update time/step"""

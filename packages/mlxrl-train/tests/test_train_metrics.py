@@ -8,6 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from mlxrl.algo import make_algorithm
 from mlxrl.rollout import Role
 from mlxrl.train import NamedReward, Objective, batch_gradient, make_batch

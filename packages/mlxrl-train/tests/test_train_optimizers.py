@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+
 from mlxrl.train import make_config
 from mlxrl.train.config import OptimizerConfig
 from mlxrl.train.optimizers import learning_rate, make_optimizer

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from mlxrl.train import ConfigError, fitted_overrides, load_config, make_config, make_plan
 
 GB = 2**30

@@ -14,6 +14,7 @@ import time
 
 import mlx.core as mx
 import pytest
+
 from mlxrl.train import ConfigError, RunError, config_toml, load_config, make_config, resume, train
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+
 from mlxrl.algo import make_algorithm
 from mlxrl.env import Task
 from mlxrl.train import NamedReward, RewardError, make_batch, score_rewards

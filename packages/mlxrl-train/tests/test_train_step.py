@@ -10,6 +10,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+
 from mlxrl.algo import algorithm_names, make_algorithm
 from mlxrl.train import (
     Objective,

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
+
 from mlxrl.algo.batch import AlgorithmBatch
 from mlxrl.algo.groups import GroupStructure
 from mlxrl.algo.kl import KLEstimator, KLPlacement

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
+
 from mlxrl.algo import advantages as estimators
 from mlxrl.algo._arrays import keep, paint
 from mlxrl.algo._checks import check_rank, check_shape

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Self
 
 import mlx.core as mx
+
 from mlxrl.algo._checks import check_finite, check_length, check_rank, check_shape
 from mlxrl.algo.advantages import weighted_rewards
 from mlxrl.algo.groups import GroupStructure, group_ids_of

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
+
 from mlxrl.algo.families import GroupRelativeAlgorithm
 from mlxrl.algo.options import option
 from mlxrl.algo.surrogates import cispo_surrogate

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import mlx.core as mx
+
 from mlxrl.algo.ratios import geometric_ratio, sequence_ratio, token_ratio
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]

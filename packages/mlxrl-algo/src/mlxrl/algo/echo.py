@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import mlx.core as mx
+
 from mlxrl.algo._arrays import keep, promote
 from mlxrl.algo._checks import check_length, check_rank, check_shape
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import mlx.core as mx
+
 from mlxrl.algo import advantages as estimators
 from mlxrl.algo.base import PolicyGradientAlgorithm, RewardTable
 from mlxrl.algo.options import option, option_error

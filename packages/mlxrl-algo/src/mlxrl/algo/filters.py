@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import mlx.core as mx
+
 from mlxrl.algo._checks import check_length
 from mlxrl.algo.advantages import is_constant
 from mlxrl.algo.batch import Role

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import mlx.core as mx
+
 from mlxrl.algo.advantages import centred_advantages, standardised_advantages, weighted_rewards
 from mlxrl.algo.algorithm import TrajectoryLike
 from mlxrl.algo.anchors import anchor_ids, anchor_metrics

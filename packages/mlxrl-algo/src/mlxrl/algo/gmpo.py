@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
+
 from mlxrl.algo._arrays import keep
 from mlxrl.algo._checks import check_shape
 from mlxrl.algo.families import GroupRelativeAlgorithm

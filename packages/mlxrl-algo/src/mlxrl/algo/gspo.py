@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import mlx.core as mx
+
 from mlxrl.algo.families import ClippedAlgorithm, GroupRelativeAlgorithm
 from mlxrl.algo.options import option
 from mlxrl.algo.ratios import geometric_ratio, geometric_token_ratio

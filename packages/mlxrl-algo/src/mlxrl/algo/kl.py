@@ -3,6 +3,7 @@
 from typing import Literal
 
 import mlx.core as mx
+
 from mlxrl.algo._arrays import EXP_LIMIT, keep, promote
 from mlxrl.algo._checks import check_shape
 

@@ -5,6 +5,7 @@ the current one: d = log pi - stop_gradient(log pi), so that every ratio is exac
 """
 
 import mlx.core as mx
+
 from mlxrl.algo._arrays import clamped_exp, keep, row_mean
 from mlxrl.algo._checks import check_rank, check_shape
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
+
 from mlxrl.algo._checks import check_length, check_rank, check_shape
 from mlxrl.algo.batch import Role
 

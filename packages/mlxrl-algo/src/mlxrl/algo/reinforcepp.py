@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
+
 from mlxrl.algo.advantages import centred_advantages, weighted_rewards
 from mlxrl.algo.base import RewardTable
 from mlxrl.algo.batch import AlgorithmBatch

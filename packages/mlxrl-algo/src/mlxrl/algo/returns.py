@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import mlx.core as mx
+
 from mlxrl.algo.advantages import is_constant, mean, standard_deviation
 
 

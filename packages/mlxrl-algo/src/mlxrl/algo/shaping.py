@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import mlx.core as mx
+
 from mlxrl.algo.batch import AlgorithmBatch
 
 

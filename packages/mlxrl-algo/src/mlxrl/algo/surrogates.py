@@ -4,6 +4,7 @@ Each is minimised. The ratio carries the gradient; advantages are constants.
 """
 
 import mlx.core as mx
+
 from mlxrl.algo._arrays import clamped_exp, keep, row_mean
 
 

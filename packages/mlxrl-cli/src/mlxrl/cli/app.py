@@ -1,5 +1,6 @@
 """The commands. What is slow to import is imported when a command runs, so that --help answers at once."""
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -176,7 +177,9 @@ def main() -> None:
 
 
 def exit_code(error: Exception) -> int | None:
-    """2 for a config that cannot be run, 1 for a run that broke, None for a fault of ours."""
+    """2 for a config or a machine that cannot run, 1 for a run that broke, None for a fault of ours."""
+    if isinstance(error, ImportError) and importlib.util.find_spec("mlx") is None:
+        return 2
     if "mlxrl.train" not in sys.modules:
         return None
     from mlxrl.policy import ModelError

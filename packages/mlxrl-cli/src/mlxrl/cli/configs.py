@@ -5,7 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mlxrl.cli.embedded import embedded_model_path
+from mlxrl.cli.embedded import embedded_config_path, embedded_model_path
 from mlxrl.policy import register_model
 from mlxrl.train import ConfigError, TrainConfig, load_config, parse_override
 
@@ -22,11 +22,6 @@ def read_config(path: Path | None, options: Mapping[str, Any], settings: Sequenc
     if path is None:
         return load_config(embedded_config_path(), overrides, source="the embedded default with these options")
     return load_config(path, overrides)
-
-
-def embedded_config_path() -> Path:
-    """The config that `mlxrl-cli train` runs when it is given none."""
-    return Path(str(files("mlxrl.cli.embedded"))) / "train.toml"
 
 
 def example_names() -> list[str]:

@@ -10,8 +10,10 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import mlx_lm
 import numpy as np
+from rich.console import Console
+
 from mlxrl.algo import make_algorithm
-from mlxrl.cli.configs import embedded_config_path
+from mlxrl.cli.configs import read_config
 from mlxrl.cli.views import make_view
 from mlxrl.env import Task
 from mlxrl.policy import (
@@ -35,7 +37,6 @@ from mlxrl.rollout import (
     single_turn_environment,
 )
 from mlxrl.train import ConfigError, batch_from_rollouts, load_config, optimizer_step, train
-from rich.console import Console
 
 PROMPTS = ["What is 2+3?", "What is 7+5+8+3? Think first.", "Hello!", "Name a colour and say why you like it."]
 # Largest difference of a log-prob between two ways of computing it: float32 on the CPU, and 16-bit or a GPU.
@@ -53,7 +54,7 @@ def smoke(model: str | None, architecture: str | None) -> None:
 def toy_gate(seed: int, steps: int) -> None:
     """Train the embedded default and compare the mean reward of the first and the last five steps."""
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(embedded_config_path(), {"seed": seed, "steps": steps, "output": f"{folder}/run"})
+        config = read_config(None, {"seed": seed, "steps": steps, "output": f"{folder}/run"}, ())
         with make_view(Console(), config) as view:
             result = train(config, observer=view)
     rewards = [metrics["reward"] for metrics in result.metrics]
@@ -137,7 +138,7 @@ def _smoke(model_id: str, folder: Path) -> list[Check]:
     if mx.default_device().type == mx.cpu:
         stock.set_dtype(mx.float32)  # as load_policy_with_lora does there
     prompt = mx.array(trajectories[0].segments[0].token_ids[None])
-    difference = mx.abs(stock(prompt) - model(prompt)).max().item()
+    difference = float(np.abs(np.array(stock(prompt) - model(prompt))).max())
     return [
         ("only LoRA factors are trainable", set(report.trainable_leaves) == {"lora_a", "lora_b"}, ""),
         ("every block carries adapters", min(report.adapted_per_layer) > 0, f"{report.adapted_layers} layers"),

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from mlxrl.cli.configs import read_config
 from mlxrl.memory import human_bytes
 from mlxrl.train import ConfigError, Plan, TrainConfig, fitted_overrides, make_curriculum, make_plan
-from rich.console import Console
-from rich.table import Table
 
 GB = 2**30
 

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import typer
-from mlxrl.cli.configs import example_names, example_text
-from mlxrl.train import ConfigError, TrainConfig, config_schema
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+
+from mlxrl.cli.configs import example_names, example_text
+from mlxrl.train import ConfigError, TrainConfig, config_schema
 
 HEADER = "# A run of mlxrl. Every field is here with its default; what is commented out has none or is optional.\n"
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from mlxrl.cli.configs import read_config
 from mlxrl.cli.planning import plan_of, show_plan
 from mlxrl.cli.views import make_view
@@ -19,7 +21,6 @@ from mlxrl.train import (
     open_session,
     train,
 )
-from rich.console import Console
 
 
 def run_train(

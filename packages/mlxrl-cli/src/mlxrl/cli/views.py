@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import mlx.core as mx
-from mlxrl.rollout import Trajectory
-from mlxrl.train import Evaluation, Observer, Session, TrainConfig, TrainResult
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from mlxrl.rollout import Trajectory
+from mlxrl.train import Evaluation, Observer, Session, TrainConfig, TrainResult
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
@@ -134,9 +134,7 @@ def describe_session(session: Session, folder: Path, first_step: int) -> list[st
     ]
     if first_step:
         lines.append(f"         resumed from step {first_step}")
-    if config.iogpu_wired_limit_mb is not None and not mx.metal.is_available():
-        lines.append("         iogpu_wired_limit_mb is inactive: this machine has no Metal")
-    return lines
+    return lines + [f"note     {reason}" for reason in session.inactive]
 
 
 def evaluation_line(config: TrainConfig, step: int, evaluation: Evaluation) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import blocks_of
 from mlxrl.policy.lora import LoRAConfig

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
 from mlxrl.policy.head import blocks_of
 
 

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlxrl.policy.checkpointing import checkpoint_blocks
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
+
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import blocks_of
 

@@ -8,6 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_unflatten
+
 from mlxrl.policy.head import Head, blocks_of, split_head
 
 # Logits that one chunk of the head may hold: 2^26 float32 values are 256 MiB, whatever the vocabulary.

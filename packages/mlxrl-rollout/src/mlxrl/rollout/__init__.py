@@ -1,5 +1,6 @@
 """Rollouts: prompts and environments in, token-exact trajectories out."""
 
+from mlxrl.rollout import _platform as _platform
 from mlxrl.rollout.chat import ChatEncoder, EncodedObservation
 from mlxrl.rollout.engine import Engine, RolloutStats
 from mlxrl.rollout.episode import EpisodeLimits, RolloutRequest

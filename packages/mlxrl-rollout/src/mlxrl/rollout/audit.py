@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+
 from mlxrl.rollout.decoder import merge, prefill
 
 PROMPTS = ([1], [2, 3, 4], [3, 1, 4, 1, 5])  # of different lengths, so that positions and masks matter

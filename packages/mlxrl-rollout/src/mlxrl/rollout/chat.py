@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlxrl.env import Message, as_messages
 
 # Stands for message i in a rendered template; no chat template changes it.

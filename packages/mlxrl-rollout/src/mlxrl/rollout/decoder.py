@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+
 from mlxrl.rollout.sampling import SamplingConfig, draw
 
 # Tokens of a prompt that one forward pass reads: bounds the activations of a long prompt.

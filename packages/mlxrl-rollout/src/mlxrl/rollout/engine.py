@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlxrl.rollout.audit import rows_are_independent
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.decoder import DecodeBatch, prefill

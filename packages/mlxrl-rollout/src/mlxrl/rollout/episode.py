@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+
 from mlxrl.env import Environment, Message, StepResult, StopReason, as_messages, as_step_result
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.sampling import SamplingConfig

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlxrl.env import EnvFactory, Message, SingleTurnEnv, Task
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.episode import RolloutRequest

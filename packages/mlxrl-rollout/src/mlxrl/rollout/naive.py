@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.episode import Episode, EpisodeLimits, RolloutRequest
 from mlxrl.rollout.sampling import SamplingConfig, draw

@@ -1,20 +1,23 @@
 """Reinforcement learning of language models: config, batch, update step, loop, run folder."""
 
+from mlxrl.train import _platform as _platform
 from mlxrl.train.batch import TrainBatch, batch_from_rollouts, batch_from_trajectories, make_batch
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_schema, config_toml, load_config, make_config, parse_override
-from mlxrl.train.errors import ConfigError, RunError
+from mlxrl.train.errors import ConfigError, DynamicSamplingError, RunError
 from mlxrl.train.evaluation import Evaluation, evaluate
-from mlxrl.train.loop import Observer, TrainResult, resume, train, train_step
+from mlxrl.train.loop import Observer, TrainResult, resume, train
 from mlxrl.train.plan import Plan, fitted_overrides, make_plan
 from mlxrl.train.rewards import NamedReward, RewardError, score_rewards
 from mlxrl.train.session import Session, open_session
+from mlxrl.train.step import Step, train_step
 from mlxrl.train.tasks import Curriculum, make_curriculum
 from mlxrl.train.update import Objective, batch_gradient, optimizer_step, optimizer_step_trajectory
 
 __all__ = [
     "ConfigError",
     "Curriculum",
+    "DynamicSamplingError",
     "Evaluation",
     "NamedReward",
     "Objective",
@@ -23,6 +26,7 @@ __all__ = [
     "RewardError",
     "RunError",
     "Session",
+    "Step",
     "TrainBatch",
     "TrainConfig",
     "TrainResult",

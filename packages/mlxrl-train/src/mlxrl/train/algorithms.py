@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mlxrl.algo import Algorithm, KLEstimator, algorithm_class, algorithm_options, make_algorithm
 from pydantic import BaseModel, ConfigDict, Field
+
+from mlxrl.algo import Algorithm, Correction, KLEstimator, algorithm_class, algorithm_options, make_algorithm
 
 if TYPE_CHECKING:
     from mlxrl.train.config import TrainConfig
 
 # Fields that belong to one algorithm: its name, and its option's own name.
 OWNED = {
+    "dapo_dynamic_sampling": ("dapo", "dynamic_sampling"),
     "gspo_importance": ("gspo", "importance"),
     "drgrpo_normalize_rewards": ("dr-grpo", "normalize"),
     "drgrpo_loss_reduction": ("dr-grpo", "reduction"),
@@ -21,7 +23,7 @@ OWNED = {
     "gigpo_normalization": ("gigpo", "normalization"),
 }
 # Fields that several algorithms share under the same name.
-SHARED = ("clip_low", "clip_high", "reduction", "advantage", "ddof")
+SHARED = ("clip_low", "clip_high", "reduction", "advantage", "ddof", "dynamic_sampling")
 # What clips an algorithm without clips of its own gets once a batch is used more than once.
 REUSE_CLIP = 0.2
 
@@ -51,6 +53,24 @@ class AlgorithmConfig(BaseModel):
     """Where the KL term acts; by default the algorithm's own."""
     mask_truncated: bool = False
     """Keep truncated trajectories in the baseline but out of the loss."""
+    overlong_buffer: Annotated[int, Field(ge=1)] | None = None
+    """Tokens before the limit over which a penalty grows from 0 to 1; by default there is none."""
+    dynamic_sampling: bool | None = None
+    """Drop groups whose rewards are all equal and draw others; by default the algorithm's own."""
+    max_draws: Annotated[int, Field(ge=1)] | None = None
+    """Draws of a step under dynamic sampling; by default 4. After them it trains on what there is."""
+    max_skipped_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps in a row without an informative group, after which the run stops; by default 10."""
+    correction: Literal["tis", "mis"] | None = None
+    """Correct for a sampler that is not the policy: truncate the importance ratio, or drop what is out of a band."""
+    correction_level: Literal["token", "sequence", "geometric"] | None = None
+    """The ratio that is corrected by; by default the token's."""
+    correction_cap: Annotated[float, Field(gt=0)] | None = None
+    """tis: the largest ratio; by default 2."""
+    correction_band: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None = None
+    """mis: the ratios that are kept; by default 0.5 to 2."""
+    dapo_dynamic_sampling: bool | None = None
+    """dapo: the same as dynamic_sampling."""
     gspo_importance: Literal["sequence", "token"] | None = None
     """gspo: one ratio a sequence, or a sequence's ratio with token gradients."""
     drgrpo_normalize_rewards: bool | None = None
@@ -98,7 +118,7 @@ def build_algorithm(config: TrainConfig, *, max_turns: int | None = None) -> Alg
             )
         if field in options:
             raise ValueError(
-                f"algorithm.{field} = {value!r} and its drgrpo_ form name one thing; leave one of them out"
+                f"algorithm.{field} = {value!r} is set under the algorithm's own name too; leave one of them out"
             )
         options[field] = value
     if section.ddof is not None and section.advantage not in (None, "standardised", "gdpo"):
@@ -121,6 +141,25 @@ def build_algorithm(config: TrainConfig, *, max_turns: int | None = None) -> Alg
     return algorithm
 
 
+def build_correction(config: TrainConfig) -> Correction | None:
+    """The correction for the sampler that a config describes.
+
+    Raises:
+        ValueError: an option of a correction is set that does not act.
+    """
+    section = config.algorithm
+    options = {"level": section.correction_level, "cap": section.correction_cap, "band": section.correction_band}
+    given = {name: value for name, value in options.items() if value is not None}
+    needs = {"level": ("tis", "mis"), "cap": ("tis",), "band": ("mis",)}
+    for name, value in given.items():
+        if section.correction not in needs[name]:
+            kinds = " or ".join(f"'{kind}'" for kind in needs[name])
+            raise ValueError(
+                f"algorithm.correction_{name} = {value!r} needs correction = {kinds}; set it or leave it out"
+            )
+    return None if section.correction is None else Correction(section.correction, **given)
+
+
 def kl_in_reward(config: TrainConfig) -> bool:
     """Whether the KL is charged inside the reward rather than added to the loss."""
     placement = config.algorithm.kl_placement or algorithm_class(config.algorithm.name).kl_placement
@@ -134,6 +173,14 @@ def check_algorithm(config: TrainConfig) -> None:
         ValueError: see `build_algorithm`; or the group is too small for the algorithm's baseline.
     """
     algorithm = build_algorithm(config)
+    build_correction(config)
+    for field in ("max_draws", "max_skipped_steps"):
+        value = getattr(config.algorithm, field)
+        if value is not None and not getattr(algorithm, "dynamic_sampling", True):
+            raise ValueError(
+                f"algorithm.{field} = {value} needs dynamic sampling, which {algorithm.name} does not do by itself; "
+                "set dynamic_sampling = true"
+            )
     if config.group_size < algorithm.minimum_group_size:
         raise ValueError(
             f"group_size = {config.group_size} is too small for {algorithm.name}, whose baseline needs "

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+
 from mlxrl.algo import Algorithm, AlgorithmBatch, echo_weights, mask_truncated, reduction_weights
 from mlxrl.policy import adapters_disabled
 from mlxrl.rollout import Role, Segment, Trajectory
@@ -97,26 +98,11 @@ def make_batch(
         The batch.
     """
     segments = tuple(trajectory.segments for trajectory in trajectories)
-    truncated = [trajectory.truncated for trajectory in trajectories]
-    roles_B_T = _padded([_trained(parts, "roles") for parts in segments], np.int32)
-    if mask_truncated_rows:
-        roles_B_T = mask_truncated(roles_B_T, truncated)
-    view = AlgorithmBatch(
-        rewards=rewards,
-        reward_weights=reward_weights,
-        group_ids=[trajectory.group_id for trajectory in trajectories],
-        roles=roles_B_T,
-        turns=_padded([_trained(parts, "turns") for parts in segments], np.int32),
-        turn_rewards=[[turn.reward for turn in trajectory.turns] for trajectory in trajectories],
-        state_ids=[[turn.state_id for turn in trajectory.turns] for trajectory in trajectories],
-        valid=[not trajectory.failed for trajectory in trajectories],
-        truncated=truncated,
-        sampler_logprobs=_padded([_trained(parts, "sampler_logprobs") for parts in segments], np.float32),
-    )
+    view = trajectory_view(trajectories, rewards, reward_weights, mask_truncated_rows=mask_truncated_rows)
 
     def logprobs() -> mx.array:
         limits = {"pad_token_id": pad_token_id, "max_tokens": max_tokens, "max_rows": max_rows}
-        return score_trajectories(model, segments, roles_B_T, temperature=temperature, **limits)
+        return score_trajectories(model, segments, view.roles, temperature=temperature, **limits)
 
     if old or "old" in algorithm.needs_logprobs:
         view = replace(view, old_logprobs=logprobs())
@@ -130,6 +116,38 @@ def make_batch(
         weights=_weights(algorithm, view),
         echo_weights=echo_weights(view.echo_mask, view.counted),
         temperature=temperature,
+    )
+
+
+def trajectory_view(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[Sequence[float | None]],
+    reward_weights: Sequence[float],
+    *,
+    mask_truncated_rows: bool = False,
+) -> AlgorithmBatch:
+    """What an algorithm sees of trajectories before any forward pass: rewards, groups, roles, turns, states.
+
+    Args:
+        trajectories: B trajectories.
+        rewards: `[B][K]`, a reward per reward function; None abstains.
+        reward_weights: `[K]`.
+        mask_truncated_rows: see `make_batch`.
+    """
+    segments = [trajectory.segments for trajectory in trajectories]
+    truncated = [trajectory.truncated for trajectory in trajectories]
+    roles_B_T = _padded([_trained(parts, "roles") for parts in segments], np.int32)
+    return AlgorithmBatch(
+        rewards=rewards,
+        reward_weights=reward_weights,
+        group_ids=[trajectory.group_id for trajectory in trajectories],
+        roles=mask_truncated(roles_B_T, truncated) if mask_truncated_rows else roles_B_T,
+        turns=_padded([_trained(parts, "turns") for parts in segments], np.int32),
+        turn_rewards=[[turn.reward for turn in trajectory.turns] for trajectory in trajectories],
+        state_ids=[[turn.state_id for turn in trajectory.turns] for trajectory in trajectories],
+        valid=[not trajectory.failed for trajectory in trajectories],
+        truncated=truncated,
+        sampler_logprobs=_padded([_trained(parts, "sampler_logprobs") for parts in segments], np.float32),
     )
 
 

@@ -14,10 +14,10 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time what runs within the context."""
+        """Add the time of what runs within the context."""
         start = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def elapsed(self) -> float:
         """Seconds since the clock was made."""

@@ -6,8 +6,9 @@ section into an algorithm.
 
 from typing import Annotated, Any, Literal, Self
 
-from mlxrl.train.algorithms import AlgorithmConfig, check_algorithm
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mlxrl.train.algorithms import AlgorithmConfig, check_algorithm
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]

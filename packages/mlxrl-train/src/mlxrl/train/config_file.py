@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from mlxrl.train.config import TrainConfig
-from mlxrl.train.errors import ConfigError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from mlxrl.train.config import TrainConfig
+from mlxrl.train.errors import ConfigError
 
 
 def load_config(

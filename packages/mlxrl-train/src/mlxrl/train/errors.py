@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """A run that cannot start, go on or be resumed; the message names the folder or file and what to do."""
+
+
+class DynamicSamplingError(RunError):
+    """Step after step no group had anything to teach; the message says how many and what to change."""

@@ -1,6 +1,7 @@
 """Fields that a config sets and that cannot act in its run; they are allowed, and told."""
 
 import mlx.core as mx
+
 from mlxrl.train.config import RolloutConfig, TrainConfig
 from mlxrl.train.tasks import Curriculum
 

@@ -3,6 +3,7 @@
 import math
 
 import mlx.optimizers as optim
+
 from mlxrl.train.config import OptimizerConfig
 
 

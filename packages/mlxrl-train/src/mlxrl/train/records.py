@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from mlxrl.rollout import Trajectory
 from mlxrl.train.batch import TrainBatch
 

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mlxrl.algo import soft_overlong_penalties
 from mlxrl.env import Task
 from mlxrl.rollout import Trajectory
 
-ENVIRONMENT = "environment"
+ENVIRONMENT, OVERLONG = "environment", "overlong"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,27 @@ def score_rewards(trajectories: Sequence[Trajectory], rewards: Sequence[NamedRew
     return [
         replace(t, reward=_total(parts[id(t)], weights), reward_parts=parts[id(t)]) if id(t) in parts else t
         for t in trajectories
+    ]
+
+
+def reward_table(trajectories: Sequence[Trajectory], rewards: Sequence[NamedReward]) -> list[list[float | None]]:
+    """`[B][K]`, the parts of each trajectory's reward in the order of the functions; None where one abstains."""
+    return [[trajectory.reward_parts.get(reward.name) for reward in rewards] for trajectory in trajectories]
+
+
+def charge_overlong(trajectories: Sequence[Trajectory], *, max_length: int, buffer: int) -> list[Trajectory]:
+    """Charge trajectories for the last tokens before the limit: DAPO's soft overlong punishment, as a part of its own.
+
+    Args:
+        trajectories: scored trajectories.
+        max_length: most tokens that a trajectory may sample.
+        buffer: tokens before that over which the penalty grows from 0 to 1.
+    """
+    lengths = [trajectory.num_sampled for trajectory in trajectories]
+    penalties = soft_overlong_penalties(lengths, max_length=max_length, buffer=buffer)
+    return [
+        t if t.reward is None else replace(t, reward=t.reward + p, reward_parts={**t.reward_parts, OVERLONG: p})
+        for t, p in zip(trajectories, penalties, strict=True)
     ]
 
 

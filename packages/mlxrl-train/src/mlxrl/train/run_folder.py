@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
+
 from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, load_adapter, save_adapter
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_toml, load_config
@@ -32,12 +33,14 @@ class RunState:
         position: tasks drawn.
         passed_over: tasks drawn that did not fit.
         nonfinite_in_a_row: steps since the last whose policy and gradient were finite.
+        uninformative_in_a_row: steps since the last in which a group was kept.
     """
 
     step: int = 0
     position: int = 0
     passed_over: int = 0
     nonfinite_in_a_row: int = 0
+    uninformative_in_a_row: int = 0
 
 
 class RunFolder:

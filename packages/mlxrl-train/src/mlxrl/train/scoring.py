@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+
 from mlxrl.policy import Scores, score
 from mlxrl.rollout import Role, Segment
 

@@ -6,15 +6,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlxrl.algo import Algorithm, EchoSchedule
+
+from mlxrl.algo import Algorithm, Correction, EchoSchedule
 from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, load_adapter, load_policy_with_lora
 from mlxrl.rollout import Engine, SamplingConfig
-from mlxrl.train.algorithms import build_algorithm
+from mlxrl.train.algorithms import build_algorithm, build_correction
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import ConfigError
 from mlxrl.train.inactive import inactive_fields
 from mlxrl.train.loader import TaskLoader
 from mlxrl.train.optimizers import make_optimizer
+from mlxrl.train.rewards import OVERLONG, NamedReward
 from mlxrl.train.tasks import Curriculum, make_curriculum
 
 
@@ -32,6 +34,9 @@ class Session:
     eval_engine: Engine
     loader: TaskLoader
     algorithm: Algorithm
+    rewards: tuple[NamedReward, ...]
+    """The rewards of the tasks, and what they are shaped by."""
+    correction: Correction | None
     optimizer: optim.Optimizer
     echo: EchoSchedule
     pad_token_id: int
@@ -81,6 +86,8 @@ def open_session(config: TrainConfig) -> Session:
         eval_engine=_engine(config, model, tokenizer, temperature=config.eval.temperature),
         loader=TaskLoader(curriculum.train, config.seed, fits),
         algorithm=build_algorithm(config, max_turns=curriculum.max_turns),
+        rewards=(*curriculum.rewards, *_shaping(config)),
+        correction=build_correction(config),
         optimizer=optimizer,
         echo=EchoSchedule(config.echo_alpha, config.echo_schedule, config.echo_taper_steps),
         pad_token_id=_pad_token_id(tokenizer),
@@ -107,6 +114,10 @@ def _engine(
         use_chat_template=config.use_chat_template,
         template_kwargs=dict(config.chat_template_kwargs),
     )
+
+
+def _shaping(config: TrainConfig) -> tuple[NamedReward, ...]:
+    return () if config.algorithm.overlong_buffer is None else (NamedReward(OVERLONG, 1.0),)
 
 
 def _check_bits(config: TrainConfig, report: PolicyReport) -> None:

@@ -55,12 +55,19 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
             "set eval.tasks = 0, or data.eval_path or data.eval_fraction for a file."
         )
     environment = _first_environment(config, suite, train[0])
+    max_turns = min(environment.max_turns, config.max_turns or environment.max_turns)
+    longest, buffer = max_turns * config.max_completion_len, config.algorithm.overlong_buffer
+    if buffer is not None and buffer > longest:
+        raise ConfigError(
+            f"algorithm.overlong_buffer = {buffer} exceeds the {longest} tokens that a trajectory may sample "
+            "(turns x max_completion_len); lower it."
+        )
     return Curriculum(
         suite=suite,
         train=train,
         held_out=held_out[: config.eval.tasks],
         rewards=_rewards(config, suite, single_turn=isinstance(environment, SingleTurnEnv)),
-        max_turns=min(environment.max_turns, config.max_turns or environment.max_turns),
+        max_turns=max_turns,
     )
 
 

@@ -8,7 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
-from mlxrl.algo import Algorithm, KLEstimator, kl_penalty
+
+from mlxrl.algo import Algorithm, Correction, KLEstimator, kl_penalty
 from mlxrl.policy import checkpoint_blocks, dropout_active
 from mlxrl.rollout import Role
 from mlxrl.train.batch import TrainBatch
@@ -24,6 +25,7 @@ class Objective(NamedTuple):
     beta: float = 0.0
     kl_estimator: KLEstimator | None = None
     echo_alpha: float = 0.0
+    correction: Correction | None = None
 
 
 Number = TypeVar("Number", mx.array, float)
@@ -57,6 +59,7 @@ def optimizer_step(
     max_grad_norm: float | None = None,
     kl_estimator: KLEstimator | None = None,
     echo_alpha: float = 0.0,
+    correction: Correction | None = None,
 ) -> Metrics:
     """Take one optimizer step on a batch.
 
@@ -77,6 +80,7 @@ def optimizer_step(
         max_grad_norm: clip the gradient to this global norm.
         kl_estimator: estimator of the KL; None is the algorithm's own.
         echo_alpha: weight of the world-model term.
+        correction: multiplies the policy loss where the sampler is not the policy; None corrects nothing.
 
     Returns:
         loss, policy_loss, kl, grad_norm, ratio, clip_ratio, entropy, sampling_logp_difference/mean and /max,
@@ -84,7 +88,7 @@ def optimizer_step(
     """
     if use_checkpoint is not None:
         checkpoint_blocks(model, enabled=use_checkpoint)
-    objective = Objective(algorithm, beta, kl_estimator, echo_alpha)
+    objective = Objective(algorithm, beta, kl_estimator, echo_alpha, correction)
     gradient, metrics = batch_gradient(
         model, batch, objective, pad_token_id=pad_token_id, max_tokens=max_tokens, max_rows=micro_batch_size
     )
@@ -99,6 +103,11 @@ def optimizer_step(
     mx.eval(model.trainable_parameters(), optimizer.state)  # the step is taken
     metrics["skipped"] = 0.0
     return metrics
+
+
+def skipped_step() -> Metrics:
+    """The metrics of `optimizer_step` where there was no batch to step on."""
+    return {"loss": 0.0, "scored_rows": 0.0, **_means([]), "grad_norm": 0.0, "skipped": 1.0}
 
 
 def optimizer_step_trajectory(
@@ -167,7 +176,10 @@ def batch_gradient(
             loss += value.item()
             sums.append(_Sums[float](*(part.item() for part in parts)))
     model.update(parameters)  # the arrays themselves, not the ones the gradient was traced through
-    return gradient, {"loss": loss, "scored_rows": float(sum(map(len, cuts)))} | _means(sums, objective)
+    metrics = {"loss": loss, "scored_rows": float(sum(map(len, cuts))), **_means(sums)}
+    if objective.echo_alpha:
+        metrics["loss_echo"] = sum(part.echo_loss for part in sums)
+    return gradient, metrics
 
 
 def moving_rows(batch: TrainBatch, objective: Objective) -> list[int]:
@@ -203,7 +215,11 @@ def _micro_batch_loss(
             temperature=batch.temperature,
             pad_token_id=pad_token_id,
         )
-        policy_loss = (weights * algorithm.token_loss(logprobs, old, reference, advantages, mask)).sum()
+        corrected = weights
+        if objective.correction is not None:
+            # without old log-probs the policy that scored the batch is the one at hand
+            corrected = weights * objective.correction(logprobs if old is None else old, sampler, mask)
+        policy_loss = (corrected * algorithm.token_loss(logprobs, old, reference, advantages, mask)).sum()
         total, kl, echo_loss = policy_loss, mx.zeros(()), mx.zeros(())
         if objective.beta and reference is not None:
             estimator = objective.kl_estimator or algorithm.kl_estimator
@@ -230,13 +246,13 @@ def _micro_batch_loss(
     return loss
 
 
-def _means(sums: list[_Sums[float]], objective: Objective) -> Metrics:
+def _means(sums: list[_Sums[float]]) -> Metrics:
     tokens = sum(part.tokens for part in sums)
 
     def mean(name: str) -> float:
         return sum(getattr(part, name) for part in sums) / tokens if tokens else 0.0
 
-    metrics = {
+    return {
         "policy_loss": sum(part.policy_loss for part in sums),
         "kl": sum(part.kl for part in sums),
         "ratio": mean("ratio"),
@@ -245,6 +261,3 @@ def _means(sums: list[_Sums[float]], objective: Objective) -> Metrics:
         "sampling_logp_difference/mean": mean("difference"),
         "sampling_logp_difference/max": max((part.largest_difference for part in sums), default=0.0),
     }
-    if objective.echo_alpha:
-        metrics["loss_echo"] = sum(part.echo_loss for part in sums)
-    return metrics

@@ -1,14 +1,5 @@
-"""The embedded default: a tiny real model in the format of mlx-lm, shipped as package data."""
+"""The embedded default: a tiny real model in the format of mlx-lm and the config that trains it."""
 
-from pathlib import Path
+from mlxrl.cli.embedded.paths import embedded_config_path, embedded_model_path
 
-__all__ = ["embedded_model_path"]
-
-
-def embedded_model_path() -> Path:
-    """The folder of the embedded model and its tokenizer, as `mlx_lm.load` takes it.
-
-    Returns:
-        The folder inside the installed package. Read it; a run writes its adapters elsewhere.
-    """
-    return Path(__file__).parent / "model"
+__all__ = ["embedded_config_path", "embedded_model_path"]

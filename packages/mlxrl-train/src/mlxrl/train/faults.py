@@ -1,0 +1,62 @@
+"""What went wrong in a step, and when enough of it ends a run."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mlxrl.rollout import Trajectory
+from mlxrl.train.config import TrainConfig
+from mlxrl.train.errors import DynamicSamplingError, RunError
+from mlxrl.train.metrics import Metrics
+from mlxrl.train.run_folder import RunState
+from mlxrl.train.step import Step
+
+# Consecutive steps with numbers that are not finite, after which a run stops: the policy is beyond repair by then.
+MAX_NONFINITE_STEPS = 5
+# Consecutive steps in which a filter keeps no group, after which a run stops, where the config does not say.
+MAX_SKIPPED_STEPS = 10
+
+
+def count_faults(state: RunState, step: Step) -> None:
+    """Count the steps in a row that were not finite, and those in which no group was kept."""
+    finite = _finite(step.metrics, step.groups.sampled)
+    state.nonfinite_in_a_row = 0 if finite else state.nonfinite_in_a_row + 1
+    state.uninformative_in_a_row = 0 if step.groups.kept else state.uninformative_in_a_row + 1
+
+
+def ending_fault(state: RunState, config: TrainConfig) -> RunError | None:
+    """The error that ends the run, where too many steps in a row came to nothing."""
+    if state.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
+        return RunError(
+            f"the policy or its gradient was not finite in {state.nonfinite_in_a_row} steps in a row; start a new run "
+            "with a lower optimizer.learning_rate."
+        )
+    if state.uninformative_in_a_row >= (config.algorithm.max_skipped_steps or MAX_SKIPPED_STEPS):
+        return DynamicSamplingError(
+            f"no group had rewards that differ in {state.uninformative_in_a_row} steps in a row; the tasks are too "
+            "easy or too hard for the policy: choose others, raise group_size, or turn algorithm.dynamic_sampling off."
+        )
+    return None
+
+
+def fault_events(step: Step) -> list[dict[str, Any]]:
+    """Lines for events.jsonl: the trajectories that failed, and updates that were skipped."""
+    number, metrics = int(step.metrics["step"]), step.metrics
+    events: list[dict[str, Any]] = [
+        {"step": number, "event": "failed", "group": t.group_id, "sample": t.sample_index, "reason": t.error}
+        for t in step.groups.sampled
+        if t.failed
+    ]
+    if metrics["skipped"]:
+        skipped = {"updates": metrics["skipped"], "grad_norm": metrics["grad_norm"]}
+        events.append({"step": number, "event": "skipped", **skipped})
+    return events
+
+
+def _finite(metrics: Metrics, trajectories: Sequence[Trajectory]) -> bool:
+    if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        return False
+    # a policy that is no number draws one token for ever: its rewards are constant, and it has no gradient at all
+    return all(np.isfinite(segment.sampler_logprobs).all() for t in trajectories for segment in t.segments)

@@ -1,0 +1,84 @@
+"""The groups of a step: sampled once, or until enough of them have something to teach."""
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple
+
+from mlxrl.rollout import Trajectory, group_requests
+from mlxrl.train.batch import trajectory_view
+from mlxrl.train.clock import Clock
+from mlxrl.train.rewards import charge_overlong, reward_table, score_rewards
+from mlxrl.train.session import Session
+
+# Draws of a step under dynamic sampling, where the config does not say.
+MAX_DRAWS = 4
+
+
+class SampledGroups(NamedTuple):
+    """What a step sampled.
+
+    Args:
+        sampled: every trajectory, its reward shaped.
+        kept: those to train on; empty where a filter kept none.
+        dropped: groups that the algorithm's filter left out.
+    """
+
+    sampled: list[Trajectory]
+    kept: list[Trajectory]
+    dropped: int
+
+
+def sample_groups(session: Session, step: int, clock: Clock) -> SampledGroups:
+    """Sample and score the groups of a step; where the algorithm filters groups, draw again for those it dropped.
+
+    Groups are judged on the task reward, before any shaping, and never more are drawn than are missing, so that none
+    is left over. DAPO's dynamic sampling, arXiv 2503.14476, equation 11.
+
+    Args:
+        session: the run's live objects; the loader moves on.
+        step: from 0.
+        clock: is told the time of rollouts and rewards.
+    """
+    config = session.config
+    sampled: list[Trajectory] = []
+    keep: list[bool] = []
+    for _ in range(config.algorithm.max_draws or MAX_DRAWS):
+        missing = config.groups_per_step - _num_groups(list(compress(sampled, keep)))
+        if missing == 0:
+            break
+        drawn = _draw(session, step, missing, clock)
+        sampled += drawn
+        keep += _judge(session, drawn)
+    if config.algorithm.overlong_buffer is not None:
+        length = session.curriculum.max_turns * config.max_completion_len
+        sampled = charge_overlong(sampled, max_length=length, buffer=config.algorithm.overlong_buffer)
+    kept = list(compress(sampled, keep))
+    return SampledGroups(sampled, kept, dropped=_num_groups(sampled) - _num_groups(kept))
+
+
+def _draw(session: Session, step: int, count: int, clock: Clock) -> list[Trajectory]:
+    with clock("rollout"):
+        groups = session.loader.next(count)
+        requests = group_requests(
+            [group.task for group in groups],
+            session.curriculum.suite.make,
+            group_size=session.config.group_size,
+            seed=session.config.seed,
+            step=step,
+            group_ids=[group.id for group in groups],
+        )
+        trajectories = session.engine.rollout(requests, policy_version=step)
+    with clock("reward"):
+        return score_rewards(trajectories, session.curriculum.rewards)
+
+
+def _judge(session: Session, trajectories: list[Trajectory]) -> list[bool]:
+    """Per trajectory, whether the algorithm trains on it."""
+    rewards = session.curriculum.rewards
+    view = trajectory_view(trajectories, reward_table(trajectories, rewards), [reward.weight for reward in rewards])
+    rows = session.algorithm.filter_batch(view)
+    return [rows is None or row in rows for row in range(len(trajectories))]
+
+
+def _num_groups(trajectories: Sequence[Trajectory]) -> int:
+    return len({trajectory.group_id for trajectory in trajectories})
