@@ -87,7 +87,7 @@ def test_the_commands_for_a_run_of_ones_own_work_in_order(workplace):
 
 
 def test_the_gates_pass(tmp_path):
-    quick = {"mlxrl-cli toy-gate": "mlxrl-cli toy-gate --steps 12"}
+    quick = {"mlxrl-cli toy-gate": "mlxrl-cli toy-gate --steps 20"}
     for command in commands()[7:12]:
         assert "FAIL" not in run(shlex.split(quick.get(command, command)), tmp_path)
 

@@ -1,4 +1,7 @@
-"""A config is read, checked and written back; what cannot run is refused in a line that says what to do."""
+"""A config is read, checked and written back; what cannot run is refused in a line that says what to do.
+
+It is long because it holds the table of everything that is refused.
+"""
 
 import json
 import re
