@@ -14,6 +14,7 @@ from mlx_lm import load
 from mlx_lm.generate import generate_step
 
 from mlxrl.cli.embedded import embedded_model_path
+from mlxrl.env import ArithmeticSuite
 
 TOOLS = Path(__file__).parents[1] / "tools"
 FOLDER = embedded_model_path()
@@ -106,6 +107,15 @@ def test_the_corpus_never_asks_a_held_out_sum(tool):
     assert not any(map(corpus.is_held_out, asked))
     # One checksum in ten: 300 of 3,000 free draws, with a standard deviation of 16.
     assert 220 < sum(corpus.is_held_out(corpus.draw_sum(rng)) for _ in range(3000)) < 380
+
+
+def test_the_sums_a_run_evaluates_on_are_those_the_corpus_held_out(tool):
+    corpus = tool("embedded_corpus")
+    for split, held_out in (("train", False), ("eval", True)):
+        for task in ArithmeticSuite(seed=3).tasks(split):
+            digits = [int(digit) for digit in re.findall(r"\d", str(task.prompt))]
+            assert corpus.sum_question(digits) == task.prompt
+            assert corpus.is_held_out(digits) is held_out
 
 
 def test_the_expert_opens_every_door_within_eight_turns_at_most(tool):
