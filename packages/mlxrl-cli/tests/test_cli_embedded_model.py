@@ -111,8 +111,9 @@ def test_the_corpus_never_asks_a_held_out_sum(tool):
 
 def test_the_sums_a_run_evaluates_on_are_those_the_corpus_held_out(tool):
     corpus = tool("embedded_corpus")
-    for split, held_out in (("train", False), ("eval", True)):
-        for task in ArithmeticSuite(seed=3).tasks(split):
+    suite = ArithmeticSuite(seed=3)
+    for tasks, held_out in ((suite.tasks("train"), False), (suite.tasks("eval"), True)):
+        for task in tasks:
             digits = [int(digit) for digit in re.findall(r"\d", str(task.prompt))]
             assert corpus.sum_question(digits) == task.prompt
             assert corpus.is_held_out(digits) is held_out
