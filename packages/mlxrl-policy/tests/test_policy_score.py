@@ -194,3 +194,28 @@ def test_a_chunk_holds_at_least_one_position(policy, tokens, mask, chunk_size):
 
 def test_an_empty_batch_has_empty_scores(policy):
     assert score(policy("qwen3"), np.zeros((2, 0)), np.zeros((2, 0))).logprobs.shape == (2, 0)
+
+
+class ThreeLogits(nn.Module):
+    """A model whose logits are always 2, 1, 0; it has no trunk to tell apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = []
+
+    def __call__(self, inputs, cache=None):
+        return mx.broadcast_to(mx.array([2.0, 1.0, 0.0]), (*inputs.shape, 3))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected"),
+    [
+        # e^(20/7) = 17.411708 and e^(10/7) = 4.172734, so the total is 22.584442: log(17.411708 / 22.584442), ...
+        (0.7, [-0.260118403, -1.688689831, -3.117261260]),
+        # the total is e^2 + e + 1 = 11.107338, and log 11.107338 = 2.407606
+        (1.0, [-0.407605964, -1.407605964, -2.407605964]),
+    ],
+)
+def test_a_score_is_the_log_softmax_at_the_sampling_temperature(temperature, expected):
+    scores = score(ThreeLogits(), [[0, 0], [0, 1], [0, 2]], [[0, 1]] * 3, temperature=temperature)
+    np.testing.assert_allclose(np.array(scores.logprobs)[:, 1], expected, atol=1e-6)

@@ -102,6 +102,12 @@ CHANGES = {
     "algorithm.gigpo_omega": ("rooms", {"algorithm.name": "gigpo"}, 0.5, "metrics"),
     "algorithm.gigpo_gamma": ("rooms", {"algorithm.name": "gigpo"}, 0.5, "metrics"),
     "algorithm.gigpo_normalization": ("rooms", {"algorithm.name": "gigpo"}, "center", "metrics"),
+    "algorithm.options": (
+        "jsonl",
+        {"algorithm.name": "sapo"},
+        {"algorithm.options": {"tau_negative": 3.0}},
+        "metrics",
+    ),
     "update.updates_per_batch": ("jsonl", {}, 2, "adapter"),
     "update.minibatches": ("jsonl", {}, 2, "adapter"),
     "update.max_tokens_per_micro_batch": ("jsonl", {}, 8, "passes"),

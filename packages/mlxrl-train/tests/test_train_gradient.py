@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxrl.algo import algorithm_names, make_algorithm
+from mlxrl.algo import Correction, algorithm_names, make_algorithm
 from mlxrl.rollout import Role
 from mlxrl.train import Objective, batch_gradient, make_batch
 
@@ -225,3 +225,45 @@ def test_rewards_that_are_shifted_or_stretched_give_the_same_advantages(policy, 
     stretched = advantages(lambda r: 3 * r)
     same, thrice = (np.allclose(stretched, factor * plain, atol=1e-4) for factor in (1, 3))
     assert same != thrice  # normalised, or only centred
+
+
+def test_gigpo_without_step_advantages_is_episode_grpo_in_loss_and_adapter_gradient(policy, episodes):
+    # omega 0 leaves the advantage of the whole episode, standardised over its group: GRPO's own
+    same_step(policy, episodes, make_algorithm("gigpo", omega=0.0), make_algorithm("grpo"))
+
+
+def test_gigpo_on_episodes_of_one_turn_is_grpo_in_loss_and_adapter_gradient(policy, episode):
+    single = [
+        episode(0, (4,), reward=1.0),
+        episode(0, (2,), reward=0.0, seed=1),
+        episode(1, (5,), reward=0.5),
+        episode(1, (3,), reward=2.0, seed=1),
+    ]
+    same_step(policy, single, make_algorithm("gigpo", omega=0.0), make_algorithm("grpo"))
+
+
+def test_gigpo_with_step_advantages_is_another_objective(policy, episodes):
+    gigpo, grpo = make_algorithm("gigpo"), make_algorithm("grpo")
+    assert distance(step_of(policy, episodes, gigpo)[0], step_of(policy, episodes, grpo)[0]) > 0.01
+
+
+def step_of(policy, episodes, algorithm):
+    gradient, metrics = gradient_of(policy, batch_of(policy, episodes, algorithm), algorithm, "on-policy")
+    return gradient, metrics["loss"]
+
+
+def same_step(policy, episodes, one, other):
+    (first, loss), (second, other_loss) = step_of(policy, episodes, one), step_of(policy, episodes, other)
+    assert loss == pytest.approx(other_loss, abs=1e-6)
+    assert distance(first, second) < 1e-6
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_corrected_gradient_is_the_same_for_every_cut(policy, episodes, level):
+    algorithm = make_algorithm("grpo")
+    batch = batch_of(policy, episodes, algorithm)
+    objective = Objective(algorithm, correction=Correction("tis", level, cap=5.0))
+    whole, _ = batch_gradient(policy, batch, objective)
+    for rows in (1, 2, 3):
+        cut, _ = batch_gradient(policy, batch, objective, max_rows=rows)
+        assert distance(flat(cut), flat(whole)) < 5e-6

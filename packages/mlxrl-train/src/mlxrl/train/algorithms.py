@@ -85,6 +85,8 @@ class AlgorithmConfig(BaseModel):
     """gigpo: discount of the return to go."""
     gigpo_normalization: Literal["std", "center"] | None = None
     """gigpo: divide by the group's standard deviation, or not."""
+    options: dict[str, Any] = {}
+    """[algorithm.options]: any other option of the algorithm, by its name in `mlxrl.algo.algorithm_options`."""
 
 
 def build_algorithm(config: TrainConfig, *, max_turns: int | None = None) -> Algorithm:
@@ -121,6 +123,10 @@ def build_algorithm(config: TrainConfig, *, max_turns: int | None = None) -> Alg
                 f"algorithm.{field} = {value!r} is set under the algorithm's own name too; leave one of them out"
             )
         options[field] = value
+    for option, value in section.options.items():
+        if option in options or option in (*SHARED, "reward_beta"):
+            raise ValueError(f"algorithm.options.{option} has a field of its own; set that one")
+        options[option] = value
     if section.ddof is not None and section.advantage not in (None, "standardised", "gdpo"):
         raise ValueError(
             f"algorithm.ddof = {section.ddof} has no effect on advantage = {section.advantage!r}, which divides by no "
