@@ -157,10 +157,11 @@ def test_dry_run_shows_config_and_plan_and_writes_nothing(tmp_path):
 
 
 def test_auto_fit_turns_the_run_down_until_it_fits(tmp_path):
-    wide = ["--set", "max_prompt_len=512", "--set", "max_completion_len=256", "--dry-run"]
-    refused = cli("train", *wide[:-1], "--available-memory-gb", 1.5, folder=tmp_path, expect=2)
+    wide = {"max_prompt_len": 512, "max_completion_len": 256, "update.max_tokens_per_micro_batch": 16384, "steps": 1}
+    settings = [word for name, value in wide.items() for word in ("--set", f"{name}={value}")]
+    refused = cli("train", *settings, "--available-memory-gb", 1.5, folder=tmp_path, expect=2)
     assert "gradient_checkpointing = true" in refused
-    fitted = cli("train", *wide, "--available-memory-gb", 1.5, "--auto-fit", folder=tmp_path)
+    fitted = cli("train", *settings, "--dry-run", "--available-memory-gb", 1.5, "--auto-fit", folder=tmp_path)
     assert "gradient_checkpointing = true" in fitted
     assert "It fits" in fitted
 
