@@ -74,11 +74,11 @@ def equivalence(model: str | None, architecture: str | None, seed: int, temperat
         alone = naive_rollout(policy, tokenizer, requests, engine.limits)
     same = sum(a.completion_ids == b.completion_ids for a, b in zip(batched, alone, strict=True))
     difference = max(_engine_difference(a, b) for a, b in zip(batched, alone, strict=True))
-    exact = mx.default_device().type == mx.cpu
     checks: list[Check] = [
         ("log-probs agree where the tokens do", difference < _bound(), f"largest difference {difference:.2e}"),
-        ("rows are equal token for token", same == len(batched) or not exact, f"{same} of {len(batched)}"),
     ]
+    if mx.default_device().type == mx.cpu:  # elsewhere rounding may decide a near-tie
+        checks.append(("rows are equal token for token", same == len(batched), f"{same} of {len(batched)}"))
     finish(checks)
 
 
