@@ -105,7 +105,7 @@ def test_eval_compares_base_and_trained(trained):
 
 def test_a_run_is_not_overwritten_unless_forced(trained, tmp_path):
     folder, _ = trained
-    message = cli("train", "--steps", 1, "--output", "run", *TINY, folder=folder, expect=1)
+    message = cli("train", "--steps", 1, "--output", "run", *TINY, folder=folder, expect=2)
     assert "run exists; go on with --resume, replace it with --force, or choose another output" in message
 
 
@@ -133,6 +133,19 @@ BAD = [
     (["--algorithm", "ppo"], ["algorithm", "'ppo'", "grpo"]),
     (["--set", "env_name=arithmetics"], ["env_name", "arithmetics", "arithmetic"]),
     (["--set", "environment.terms=[5, 3]"], ["env_name", "terms"]),
+    (["--group-size", "1"], ["group_size = 1", "grpo", "0"]),
+    (["--set", "sampling.temperature=1e40"], ["sampling.temperature", "100", "1e+40"]),
+    (["--seed", str(2**63)], ["seed", "less than"]),
+    (["--set", "chat_template_kwargs.tokenize=true"], ["chat_template_kwargs.tokenize", "leave it out"]),
+    (["--set", "env_name=broken.py:make"], ["env_name", "SyntaxError", "broken.py"]),
+    (["--set", "rewards=[{name='broken.py:make'}]"], ["rewards", "SyntaxError", "broken.py"]),
+    (["--set", "max_prompt_len=2"], ["max_prompt_len = 2", "shorter than every prompt"]),
+    (["--set", "adapter=nowhere"], ["adapter", "nowhere", "adapter_config.json"]),
+    (["--output", "broken.toml/run"], ["output", "broken.toml/run", "choose another"]),
+    (["--output", "/proc/run"], ["output", "/proc/run", "choose another"]),
+    (["--resume", "--output", "nowhere"], ["nowhere", "no run to resume"]),
+    (["--resume", "--force", "--output", "nowhere"], ["--resume", "--force"]),
+    (["--available-memory-gb", "inf"], ["--available-memory-gb", "inf"]),
     (["--set", "nonsense"], ["--set", "key=value", "nonsense"]),
     (["--available-memory-gb", "0.01"], ["budget", "0.01"]),
     (["--available-memory-gb", "-1"], ["--available-memory-gb", "-1"]),
@@ -142,6 +155,7 @@ BAD = [
 @pytest.mark.parametrize(("arguments", "words"), BAD, ids=lambda value: " ".join(value)[:40])
 def test_a_config_that_cannot_run_is_one_message_before_any_model_is_loaded(arguments, words, tmp_path):
     (tmp_path / "broken.toml").write_text("steps = = 3\n")
+    (tmp_path / "broken.py").write_text("def make(:\n")
     message = cli("train", *arguments, folder=tmp_path, expect=2)
     assert len(message.strip().splitlines()) == 1, message
     for word in words:

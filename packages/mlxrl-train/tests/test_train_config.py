@@ -62,7 +62,7 @@ BAD = {
     "no group at all": ("group_size = 0", r"group_size: should be greater than or equal to 1, got 0 \(int\)\."),
     "temperature 0": (
         "[sampling]\ntemperature = 0",
-        r"sampling\.temperature: should be greater than 0, got 0 \(int\)\.",
+        r"sampling\.temperature: should be greater than or equal to 0\.01, got 0 \(int\)\.",
     ),
     "a top_p above 1": (
         "[sampling]\ntop_p = 1.5",
@@ -78,7 +78,10 @@ BAD = {
         'checkpoint_granularity = "whole"',
         r"checkpoint_granularity: should be 'per-layer', got 'whole' \(str\)\.",
     ),
-    "an unknown algorithm": ('[algorithm]\nname = "ppo"', r"algorithm must be one of cispo, .*, got 'ppo'\."),
+    "an unknown algorithm": (
+        '[algorithm]\nname = "ppo"',
+        r"algorithm\.name: algorithm must be one of cispo, .*, got 'ppo'\.",
+    ),
     "clips without clips": (
         '[algorithm]\nname = "cispo"\nclip_low = 0.2',
         r"algorithm\.clip_low = 0\.2 has no effect on cispo, which has no clip_low; leave it out\.",
@@ -279,7 +282,7 @@ def test_an_environment_that_breaks_when_made_or_lacks_a_part_is_named(rooms, tm
         "def lacks(task, seed, index):\n    return object()\n"
     )
     for name, message in (
-        ("raises", "raised KeyError when made: 'lamp'"),
+        ("raises", f"cannot be made: KeyError in {tmp_path / 'bad.py'}, line 2: 'lamp'"),
         ("lacks", "made a object; an environment has max_turns, reset, step and state_id."),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
@@ -295,7 +298,7 @@ def test_a_model_that_does_not_fit_the_config_is_refused(values, tmp_path):
     assert "'no-model' is no folder, and no hub name" in refusal(model_id="no-model")
     assert "quant_bits = 4, but model_id = " in refusal(quant_bits=4)
     assert "has quantization none; name another model or leave quant_bits out." in refusal(quant_bits=8)
-    assert f"adapter file {tmp_path / 'none' / 'adapter_config.json'} is missing" in refusal(
+    assert "none' holds no adapter_config.json; name the folder of an adapter." in refusal(
         adapter=str(tmp_path / "none")
     )
 

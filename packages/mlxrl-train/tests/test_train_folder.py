@@ -5,6 +5,7 @@
 
 import json
 import math
+import shutil
 
 import mlx.core as mx
 import mlx_lm
@@ -94,7 +95,7 @@ def test_an_output_that_ends_in_npz_saves_the_last_batch_beside_the_folder(value
     for name in ("turns", "advantages", "weights", "old_logprobs", "reference_logprobs"):
         assert saved[name].shape == saved["roles"].shape
     (tmp_path / "last.npz").unlink()
-    resume(tmp_path / "last", steps=3)
+    resume(tmp_path / "last", {"steps": 3})
     assert (tmp_path / "last.npz").exists()
 
 
@@ -192,3 +193,13 @@ def test_a_link_moves_from_one_folder_to_another_and_is_relative(tmp_path):
         assert (tmp_path / "link").readlink().as_posix() == name
     tmp_path.rename(tmp_path.with_name(tmp_path.name + "-moved"))
     assert (tmp_path.with_name(tmp_path.name + "-moved") / "link").is_dir()
+
+
+def test_a_copy_of_a_run_made_by_following_links_is_resumed_and_replaced(values, tmp_path):
+    train(make_config(values(steps=1)))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # follows links: adapters is a folder there
+    assert not (tmp_path / "copy" / "adapters").is_symlink()
+    assert len(resume(tmp_path / "copy", {"steps": 2}).metrics) == 1
+    assert (tmp_path / "copy" / "adapters").is_symlink()
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    assert len(train(make_config(values(steps=1, output=str(tmp_path / "other"))), force=True).metrics) == 1

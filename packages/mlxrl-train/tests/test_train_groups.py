@@ -178,3 +178,19 @@ def test_the_roles_of_rollouts_and_losses_are_the_same_numbers():
     import mlxrl.algo
 
     assert {role.name: role.value for role in Role} == {role.name: role.value for role in mlxrl.algo.Role}
+
+
+def test_more_minibatches_than_kept_trajectories_take_one_step_for_each(values, answers):
+    rewards = [{"name": f"{answers}:odd"}]
+    fields = values(rewards=rewards, update={"minibatches": 6}, algorithm={"dynamic_sampling": True, "max_draws": 1})
+    session = open_session(make_config(fields))
+    for step in range(4):  # in some of them one group of three is kept
+        _, groups, _ = train_step(session, step)
+        assert len(groups.kept) in (0, 3, 6)
+
+
+def test_an_action_that_is_cut_makes_its_episode_truncated_whatever_ends_it(rooms):
+    session = open_session(make_config(rooms(max_completion_len=1, algorithm={"mask_truncated": True})))
+    metrics, groups, _ = train_step(session, 0)
+    assert metrics["completions/clipped_ratio"] > 0.5
+    assert [t.truncated for t in groups.sampled] == [any(turn.action_cut for turn in t.turns) for t in groups.sampled]

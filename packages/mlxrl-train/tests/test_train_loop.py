@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxrl.train import Observer, RunError, make_config, open_session, train, train_step
+from mlxrl.train import Observer, RewardError, RunError, make_config, open_session, train, train_step
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
 
@@ -91,8 +91,9 @@ def test_a_policy_that_blows_up_stops_the_run_after_five_steps_with_what_to_do(v
     assert metrics[0]["grad_norm"] > 0
 
 
-def test_steps_with_a_gradient_that_is_not_finite_are_counted_until_a_finite_one(values, tmp_path):
-    # a reward of 1e100 has a finite advantage in float64 and an infinite one in float32
+def test_steps_with_a_gradient_that_is_not_finite_are_counted_until_a_finite_one(values, tmp_path, monkeypatch):
+    # a reward of 1e100, if it were let through, has a finite advantage in float64 and an infinite one in float32
+    monkeypatch.setattr("mlxrl.train.rewards.LARGEST_REWARD", 1e300)
     huge = tmp_path / "huge.py"
     huge.write_text("def huge(completions, **_):\n    return [1e100 * i for i, _ in enumerate(completions)]\n")
     fields = values(rewards=[{"name": f"{huge}:huge"}], steps=9, algorithm={"advantage": "centred"})
@@ -251,7 +252,7 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted(values, tmp_path)
         assert metrics["failed"] == 0
     assert seen == {1, 2, 3, 4, 5, 6}
     assert metrics["passed_over"] == session.loader.position - 6 > 0
-    with pytest.raises(ValueError, match="every prompt is longer than max_prompt_len"):
+    with pytest.raises(ValueError, match="max_prompt_len = 3 is shorter than every prompt"):
         train(make_config(values(max_prompt_len=3)))
 
 
@@ -274,3 +275,37 @@ def test_a_step_has_every_number_that_its_readers_know(values):
         num_tokens tokens_per_second peak_memory_gb time/rollout time/reward time/score time/update time/step"""
     assert set(names.split()) <= metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def broken(completions, **_):\n    return [None for _ in completions]\n", "every reward function abstained"),
+    ],
+)
+def test_a_run_in_which_nothing_is_ever_scored_stops_and_says_why(values, tmp_path, source, reason):
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(RunError, match=f"no trajectory had a reward in 3 steps in a row; {reason}"):
+        train(make_config(values(rewards=[{"name": f"{tmp_path / 'broken.py'}:broken"}], steps=9)))
+
+
+def test_a_run_whose_every_episode_fails_stops_with_the_first_reason(rooms, tmp_path):
+    (tmp_path / "stuck.py").write_text(
+        "class Stuck:\n    max_turns = 2\n"
+        "    def reset(self):\n        return 'hello'\n"
+        "    def step(self, action):\n        raise OSError('the door is stuck')\n"
+        "    def state_id(self, observation):\n        return observation\n\n"
+        "def stuck(task, seed, index):\n    return Stuck()\n"
+    )
+    with pytest.raises(RunError, match=r"in 3 steps in a row; the first failed with: step .* the door is stuck"):
+        train(make_config(rooms(env_name=f"{tmp_path / 'stuck.py'}:stuck", steps=9)))
+
+
+def test_a_reward_that_raises_late_keeps_what_was_learned(values, tmp_path):
+    (tmp_path / "late.py").write_text(
+        "calls = []\n\ndef late(completions, **_):\n    calls.append(1)\n"
+        "    if len(calls) > 2:\n        raise KeyError('answer')\n    return [float(len(c)) for c in completions]\n"
+    )
+    with pytest.raises(RewardError, match="KeyError"):
+        train(make_config(values(rewards=[{"name": f"{tmp_path / 'late.py'}:late"}], steps=9)))
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()

@@ -91,7 +91,7 @@ def test_a_run_resumes_at_the_boundary_of_an_epoch_and_trains_to_more_steps(valu
     fields = values(groups_per_step=6, group_size=2, checkpoint={"every": 0})
     train(make_config(fields | {"steps": 4, "output": str(tmp_path / "whole")}))
     train(make_config(fields | {"steps": 2}))
-    resume(tmp_path / "run", steps=4)
+    resume(tmp_path / "run", {"steps": 4})
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
     # the folder's config has the new length: what is resumed again is over
     assert load_config(tmp_path / "run" / "config.toml").steps == 4
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_was_never_finished_is_ignored(saved):
     half = saved / "checkpoints" / ".step-000003.new"
     half.mkdir()
     (half / "adapters.safetensors").write_bytes(b"half")
-    resume(saved, steps=3)
+    resume(saved, {"steps": 3})
     assert not half.exists()
     assert len(rows(saved / "metrics.jsonl")) == 3
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_field_that_differs(save
 def test_the_length_of_a_run_is_free_only_while_the_rate_does_not_depend_on_it(full, tmp_path):
     train(make_config(full(steps=1)))
     with pytest.raises(RunError, match="was made with steps = 1, the config has 3"):
-        resume(tmp_path / "run", steps=3)
+        resume(tmp_path / "run", {"steps": 3})
 
 
 def test_what_is_kept_and_evaluated_may_change_on_the_way(saved, values, project):

@@ -104,10 +104,10 @@ def test_the_reward_that_is_logged_is_the_one_that_is_trained_on(policy, episode
         ([1.0] * 3, r"reward 'f' must return a list of 2 rewards, got 3\."),
         (1.0, r"reward 'f' must return a list of 2 rewards, got float\."),
         (None, r"reward 'f' must return a list of 2 rewards, got NoneType\."),
-        ([1.0, math.nan], r"reward 'f' must return finite numbers or None, got nan in row 1\."),
-        ([math.inf, 0.0], r"reward 'f' must return finite numbers or None, got inf in row 0\."),
-        ([1.0, "1"], r"reward 'f' must return finite numbers or None, got '1' in row 1\."),
-        ("11", r"reward 'f' must return finite numbers or None, got '1' in row 0\."),
+        ([1.0, math.nan], r"reward 'f' must return numbers between -1e\+09 and 1e\+09 or None, got nan in row 1\."),
+        ([math.inf, 0.0], r"reward 'f' must return numbers between -1e\+09 and 1e\+09 or None, got inf in row 0\."),
+        ([1.0, "1"], r"reward 'f' must return numbers between -1e\+09 and 1e\+09 or None, got '1' in row 1\."),
+        ("11", r"reward 'f' must return numbers between -1e\+09 and 1e\+09 or None, got '1' in row 0\."),
     ],
 )
 def test_a_function_that_breaks_its_contract_is_named(three, values, message):
@@ -126,3 +126,24 @@ def test_a_function_that_raises_is_named_with_what_it_raised(three):
 def test_true_and_false_count_as_one_and_zero(three):
     scored = score_rewards(three, [NamedReward("f", 1.0, Recorded([True, False]))])
     assert [t.reward for t in scored] == [1.0, None, 0.0]
+
+
+def test_a_function_takes_by_name_what_it_needs_and_may_return_an_array(episode):
+    import numpy as np
+
+    seen = {}
+
+    def lengths(completion_ids):
+        seen["arguments"] = completion_ids
+        return np.array([len(ids) for ids in completion_ids], dtype=np.float32)
+
+    episodes = [episode(0, (3,)), episode(0, (5,), seed=1)]
+    scored = score_rewards(episodes, [NamedReward("lengths", 1.0, lengths)])
+    assert [t.reward for t in scored] == [3.0, 5.0]
+    assert seen["arguments"] == [t.completion_ids for t in episodes]
+
+
+def test_a_reward_beyond_all_bounds_is_refused_by_name(episode):
+    for value in (1e10, -1e300, float("inf"), 10**400):
+        with pytest.raises(RewardError, match="reward 'huge' "):
+            score_rewards([episode(0, (3,))], [NamedReward("huge", 1.0, lambda completions, value=value: [value])])

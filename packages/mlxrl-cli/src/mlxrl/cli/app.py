@@ -70,7 +70,7 @@ def train(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     tasks: Annotated[int, typer.Option(min=1, help="Held-out tasks, each played once.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")] = 0.0,
 ) -> None:
     """Play held-out tasks with the base model and with a run's newest adapter."""
     from mlxrl.cli import training
@@ -117,7 +117,7 @@ def smoke(
 
 @app.command()
 def toy_gate(
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the run.")] = 0,
     steps: Annotated[int, typer.Option(min=10, help="Optimizer batches.")] = 30,
 ) -> None:
     """Gate: the embedded default learns; the mean reward rises by at least 0.3."""
@@ -130,8 +130,8 @@ def toy_gate(
 def equivalence(
     model: Model = None,
     architecture: Annotated[str | None, typer.Option(help="A tiny random model of this type instead.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the samples.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="Sampling temperature.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens a completion.")] = 24,
 ) -> None:
     """Gate: the engine draws what a plain loop without cache or batch draws, token for token."""
@@ -183,8 +183,8 @@ def exit_code(error: Exception) -> int | None:
     if "mlxrl.train" not in sys.modules:
         return None
     from mlxrl.policy import ModelError
-    from mlxrl.train import ConfigError, RewardError, RunError
+    from mlxrl.train import ConfigError, RewardError, RunError, RunFolderError
 
-    if isinstance(error, ConfigError | ModelError):
+    if isinstance(error, ConfigError | ModelError | RunFolderError):
         return 2
     return 1 if isinstance(error, RunError | RewardError) else None

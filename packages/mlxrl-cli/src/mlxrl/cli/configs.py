@@ -18,10 +18,15 @@ def read_config(path: Path | None, options: Mapping[str, Any], settings: Sequenc
     Raises:
         ConfigError: see `mlxrl.train.load_config`.
     """
-    overrides = {**options, **dict(parse_override(setting) for setting in settings)}
+    overrides = {**options, **parse_settings(settings)}
     if path is None:
         return load_config(embedded_config_path(), overrides, source="the embedded default with these options")
     return load_config(path, overrides)
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """The fields that --set names."""
+    return dict(parse_override(setting) for setting in settings)
 
 
 def example_names() -> list[str]:

@@ -11,6 +11,7 @@ import mlx.optimizers as optim
 import mlx_lm
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from mlxrl.algo import make_algorithm
 from mlxrl.cli.configs import read_config
@@ -25,7 +26,7 @@ from mlxrl.policy import (
     save_adapter,
     score,
 )
-from mlxrl.policy.testing import make_tiny_model
+from mlxrl.policy.testing import ARCHITECTURES, make_tiny_model
 from mlxrl.rollout import (
     Engine,
     Role,
@@ -166,6 +167,9 @@ def _model_id(model: str | None, architecture: str | None, folder: str) -> str:
         return model or "embedded"
     if model is not None:
         raise ConfigError(f"--model {model} and --architecture {architecture} exclude each other; give one.")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ConfigError(f"--architecture must be one of {known}, got {architecture!r}.")
     return str(make_tiny_model(Path(folder) / architecture, architecture))
 
 
@@ -196,6 +200,6 @@ def finish(checks: Sequence[Check]) -> None:
     console = Console()
     for name, passed, detail in checks:
         mark = "[green]pass[/green]" if passed else "[red]FAIL[/red]"
-        console.print(f"{mark}  {name}  [dim]{detail}[/dim]", highlight=False)
+        console.print(f"{mark}  {name}  [dim]{escape(detail)}[/dim]", highlight=False)
     if not all(passed for _, passed, _ in checks):
         sys.exit(1)

@@ -28,8 +28,8 @@ def plan_of(config: TrainConfig, available_memory_gb: float | None) -> Plan:
     Raises:
         ConfigError: the environment or the model's config.json cannot be had, or the budget is not above 0.
     """
-    if available_memory_gb is not None and not available_memory_gb > 0:
-        raise ConfigError(f"--available-memory-gb must be above 0, got {available_memory_gb}.")
+    if available_memory_gb is not None and not 0 < available_memory_gb < 1e9:
+        raise ConfigError(f"--available-memory-gb must be a number of GB above 0, got {available_memory_gb}.")
     budget = None if available_memory_gb is None else max(1, int(available_memory_gb * GB))
     return make_plan(config, max_turns=make_curriculum(config).max_turns, available_bytes=budget)
 

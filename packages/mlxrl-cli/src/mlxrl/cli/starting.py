@@ -69,8 +69,13 @@ def _off(entry: str) -> str:
 def _placeholder(field: FieldInfo) -> str:
     if field.default == {}:
         return "{}"
-    choices = [value for kind in get_args(field.annotation) for value in get_args(kind) if isinstance(value, str | int)]
-    return _toml(choices[0]) if choices else "..."
+    kinds = [field.annotation, *get_args(field.annotation)]
+    kinds += [inner for kind in kinds for inner in get_args(kind)]  # Literal values, and what Annotated wraps
+    choices = [kind for kind in kinds if isinstance(kind, str | int) and not isinstance(kind, type)]
+    if choices:
+        return _toml(choices[0])
+    examples = {bool: "true", int: "1", float: "0.1", str: '"..."'}
+    return next((example for kind, example in examples.items() if kind in kinds), "[0.5, 2.0]")
 
 
 def _toml(value: Any) -> str:

@@ -6,19 +6,21 @@ from typing import Any
 
 from rich.console import Console
 
-from mlxrl.cli.configs import read_config
+from mlxrl.cli.configs import parse_settings, read_config
 from mlxrl.cli.planning import plan_of, show_plan
 from mlxrl.cli.views import make_view
 from mlxrl.policy import adapters_disabled, load_adapter
+from mlxrl.rollout import SamplingConfig
 from mlxrl.train import (
     ConfigError,
-    RunError,
+    RunFolderError,
     TrainConfig,
     config_toml,
     evaluate,
     fitted_overrides,
     load_config,
     open_session,
+    resumed_config,
     train,
 )
 
@@ -36,30 +38,33 @@ def run_train(
 ) -> None:
     """Check the config and its memory, then train with a view fit for where the output goes."""
     console = Console()
+    if resume and force:
+        raise ConfigError("--resume goes on with a run and --force replaces it; give one of them.")
     if resume and path is None and "output" in options:
-        path = Path(str(options["output"])) / "config.toml"
-        if not path.is_file():
-            raise RunError(f"{options['output']} holds no run to resume: there is no config.toml.")
-    config = read_config(path, options, settings)
+        config = resumed_config(str(options["output"]), {**options, **parse_settings(settings)})
+    else:
+        config = read_config(path, options, settings)
     plan = plan_of(config, available_memory_gb)
     if not plan.fit.fits and auto_fit:
         if plan.fit.run is None:
             raise ConfigError(plan.fit.reason)
-        settings = [*settings, *(f"{name}={str(value).lower()}" for name, value in fitted_overrides(plan).items())]
+        changes = fitted_overrides(plan)
+        settings = [*settings, *(f"{name}={str(value).lower()}" for name, value in changes.items())]
         config = read_config(path, options, settings)
+        warn(f"to fit the memory, {_as_settings(changes)}")
         plan = plan_of(config, available_memory_gb)
     if dry_run:
         console.print(config_toml(config), highlight=False, markup=False)
         show_plan(console, plan)
         return
     if not plan.fit.fits:
-        changes = ", ".join(f"{name} = {str(value).lower()}" for name, value in fitted_overrides(plan).items())
+        changes = _as_settings(fitted_overrides(plan))
         advice = f" Set {changes}; --auto-fit does it for you." if plan.fit.run is not None else ""
         if available_memory_gb is not None:
             raise ConfigError(plan.fit.reason + advice)
-        Console(stderr=True).print(f"warning: {plan.fit.reason}{advice}", highlight=False)
+        warn(plan.fit.reason + advice)
     for warning in warnings_of(config):
-        Console(stderr=True).print(f"warning: {warning}", highlight=False)
+        warn(warning)
     with make_view(console, config) as view:
         train(config, resume=resume, force=force, observer=view)
 
@@ -67,7 +72,7 @@ def run_train(
 def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
     """Print reward and accuracy of the base model and of the run's newest adapter on held-out tasks."""
     if not (folder / "config.toml").is_file():
-        raise RunError(f"{folder} holds no run: there is no config.toml.")
+        raise RunFolderError(f"{folder} holds no run: there is no config.toml.")
     config = load_config(folder / "config.toml", {"eval.tasks": tasks, "eval.temperature": temperature})
     session = open_session(config)
     load_adapter(session.model, folder / "adapters")
@@ -89,11 +94,19 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
     play("trained")
 
 
+def warn(text: str) -> None:
+    """A warning on standard error, one line."""
+    Console(stderr=True).print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _as_settings(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {str(value).lower()}" for name, value in fields.items())
+
+
 def warnings_of(config: TrainConfig) -> list[str]:
     """What runs, but not as one might think."""
     found = []
-    sampling = config.sampling
-    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
+    if not SamplingConfig(**config.sampling.model_dump()).full_support:
         found.append(
             "sampling.top_p, top_k or min_p keep part of the vocabulary, so rollouts are not drawn from the policy "
             "that is trained; watch sampling_logp_difference."

@@ -49,6 +49,7 @@ class PlainView(Observer):
         self.say(f"\n{summary(self, result)}")
 
     def say(self, text: str) -> None:
+        """Print a line as it is."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def seconds_left(self, metrics: dict[str, float]) -> float:
@@ -111,6 +112,8 @@ class LiveView(PlainView):
         )
         table.add_row("speed", f"{latest['tokens_per_second']:.0f}", "tokens/s in rollouts")
         table.add_row("entropy", f"{latest['entropy']:.3f}", f"gradient norm {latest['grad_norm']:.3f}")
+        if latest["failed"]:
+            table.add_row("failed", f"{latest['failed']:.0f}", "trajectories; see events.jsonl")
         return table
 
 
@@ -149,11 +152,12 @@ def evaluation_line(config: TrainConfig, step: int, evaluation: Evaluation) -> s
 
 def step_line(config: TrainConfig, metrics: dict[str, float], seconds_left: float) -> str:
     """The numbers of a step."""
+    failed = f"  failed {metrics['failed']:.0f}" if metrics["failed"] else ""
     return (
         f"step {metrics['step']:>4.0f}/{config.steps}  reward {metrics['reward']:6.3f}  "
         f"length {metrics['completions/mean_length']:6.1f}  entropy {metrics['entropy']:.3f}  "
         f"kl {metrics['kl']:.4f}  grad {metrics['grad_norm']:.3f}  {metrics['tokens_per_second']:6.0f} tok/s  "
-        f"{metrics['time/step']:5.2f} s  left {clock(seconds_left)}"
+        f"{metrics['time/step']:5.2f} s  left {clock(seconds_left)}{failed}"
     )
 
 

@@ -26,7 +26,7 @@ class StopReason(StrEnum):
     max_turns = "max_turns"
     """The last allowed turn was played, or the environment reported truncated, without the environment being done."""
     context = "context"
-    """The next observation, or the next token, no longer fits the context: truncated."""
+    """The prompt is longer than it may be: the trajectory failed and is not trained on."""
     env_done = "env_done"
     """The environment reported that the episode is over."""
     env_error = "env_error"

@@ -103,7 +103,7 @@ def _reason(asked: int, reached: int, budget: int) -> str:
         return f"It does not fit as asked: {wanted}; with the proposals it needs {human_bytes(reached)}."
     return (
         f"It does not fit: {wanted}, and the smallest shape still needs {human_bytes(reached)};"
-        " take a smaller or more strongly quantised model, a lower lora_rank, or shorter prompts."
+        " take a smaller or more strongly quantised model, a lower LoRA rank, or shorter prompts."
     )
 
 

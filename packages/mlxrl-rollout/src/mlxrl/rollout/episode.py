@@ -211,6 +211,7 @@ class Episode:
             reward=reward,
             info=info,
             observation_cut=self._cut,
+            action_cut=not self._action_ended,
         )
         self._turns.append(turn)
 

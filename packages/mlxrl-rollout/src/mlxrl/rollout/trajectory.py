@@ -52,6 +52,7 @@ class Turn:
         reward: what the environment gave for the action.
         info: what else the environment told.
         observation_cut: whether the observation was cut to the allowed length.
+        action_cut: whether the token limit ended the action.
     """
 
     observation: str | Sequence[Message]
@@ -62,6 +63,7 @@ class Turn:
     reward: float = 0.0
     info: Mapping[str, object] = field(default_factory=dict)
     observation_cut: bool = False
+    action_cut: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +101,8 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether a token limit ended the episode."""
-        return self.stop_reason in (StopReason.length, StopReason.context)
+        """Whether a token limit ended the episode or an action of it."""
+        return self.stop_reason == StopReason.length or any(turn.action_cut for turn in self.turns)
 
     @property
     def environment_return(self) -> float:

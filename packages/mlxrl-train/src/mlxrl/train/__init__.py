@@ -4,9 +4,9 @@ from mlxrl.train import _platform as _platform
 from mlxrl.train.batch import TrainBatch, batch_from_rollouts, batch_from_trajectories, make_batch
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_schema, config_toml, load_config, make_config, parse_override
-from mlxrl.train.errors import ConfigError, DynamicSamplingError, RunError
+from mlxrl.train.errors import ConfigError, DynamicSamplingError, RunError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
-from mlxrl.train.loop import Observer, TrainResult, resume, train
+from mlxrl.train.loop import Observer, TrainResult, resume, resumed_config, train
 from mlxrl.train.plan import Plan, fitted_overrides, make_plan
 from mlxrl.train.rewards import NamedReward, RewardError, score_rewards
 from mlxrl.train.session import Session, open_session
@@ -25,6 +25,7 @@ __all__ = [
     "Plan",
     "RewardError",
     "RunError",
+    "RunFolderError",
     "Session",
     "Step",
     "TrainBatch",
@@ -47,6 +48,7 @@ __all__ = [
     "optimizer_step_trajectory",
     "parse_override",
     "resume",
+    "resumed_config",
     "score_rewards",
     "train",
     "train_step",

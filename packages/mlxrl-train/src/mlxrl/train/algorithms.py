@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import mlx.core as mx
+from pydantic import Field
 
-from mlxrl.algo import Algorithm, Correction, KLEstimator, algorithm_class, algorithm_options, make_algorithm
+from mlxrl.algo import (
+    Algorithm,
+    AlgorithmBatch,
+    Correction,
+    KLEstimator,
+    algorithm_class,
+    algorithm_options,
+    make_algorithm,
+)
+from mlxrl.train.sections import Section
 
 if TYPE_CHECKING:
     from mlxrl.train.config import TrainConfig
@@ -28,12 +38,8 @@ SHARED = ("clip_low", "clip_high", "reduction", "advantage", "ddof", "dynamic_sa
 REUSE_CLIP = 0.2
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Section):
     """[algorithm]: the objective."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
     name: str = "grpo"
     """A name of `mlxrl.algo.algorithm_names()`; case, - and _ do not count."""
@@ -100,7 +106,10 @@ def build_algorithm(config: TrainConfig, *, max_turns: int | None = None) -> Alg
         ValueError: the name is unknown, or an option does not belong to the algorithm or is out of its range.
     """
     section = config.algorithm
-    cls = algorithm_class(section.name)
+    try:
+        cls = algorithm_class(section.name)
+    except ValueError as error:
+        raise ValueError(f"algorithm.name: {error}") from None
     known = algorithm_options(section.name)
     options: dict[str, Any] = {}
     for field, (owner, option) in OWNED.items():
@@ -163,7 +172,22 @@ def build_correction(config: TrainConfig) -> Correction | None:
             raise ValueError(
                 f"algorithm.correction_{name} = {value!r} needs correction = {kinds}; set it or leave it out"
             )
+    if section.correction_band is not None and not section.correction_band[0] < section.correction_band[1]:
+        raise ValueError(f"algorithm.correction_band = {list(section.correction_band)} must go from low to high")
     return None if section.correction is None else Correction(section.correction, **given)
+
+
+def _is_blind_to_singletons(algorithm: Algorithm) -> bool:
+    """Whether two groups of one trajectory each, one rewarded and one not, get no advantage at all."""
+    zeros = mx.zeros((2, 1))
+    pair = AlgorithmBatch.single_turn(
+        rewards=[0.0, 1.0],
+        group_structure=[0, 1],
+        action_mask=zeros + 1,
+        old_logprobs=zeros,
+        reference_logprobs=zeros,
+    )
+    return not algorithm.advantages(pair).any().item()
 
 
 def kl_in_reward(config: TrainConfig) -> bool:
@@ -191,6 +215,10 @@ def check_algorithm(config: TrainConfig) -> None:
         raise ValueError(
             f"group_size = {config.group_size} is too small for {algorithm.name}, whose baseline needs "
             f"{algorithm.minimum_group_size}; raise it"
+        )
+    if config.group_size == 1 and _is_blind_to_singletons(algorithm):
+        raise ValueError(
+            f"group_size = 1 gives every advantage of {algorithm.name} the value 0: nothing is compared; raise it"
         )
     if config.algorithm.kl_placement and not config.kl_beta:
         raise ValueError(f"algorithm.kl_placement = {config.algorithm.kl_placement!r} needs kl_beta above 0; set it")

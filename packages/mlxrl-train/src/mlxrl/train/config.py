@@ -6,23 +6,17 @@ section into an algorithm.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mlxrl.train.algorithms import AlgorithmConfig, check_algorithm
+from mlxrl.train.sections import Section
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
-STRICT = ConfigDict(
-    extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
-)
-
-
-class Section(BaseModel):
-    """A table of the config: unknown keys, wrong types, NaN and infinities are refused."""
-
-    model_config = STRICT
+# What the engine itself passes to the chat template.
+RESERVED_TEMPLATE_KWARGS = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict"}
 
 
 class OptimizerConfig(Section):
@@ -62,7 +56,7 @@ class OptimizerConfig(Section):
 class SamplingSection(Section):
     """[sampling]: how rollouts draw tokens."""
 
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Logits are divided by it, in sampling and in scoring alike."""
     top_p: Fraction = 1.0
     """Nucleus sampling; 1 keeps every token. Below 1 the sampler is not the policy that is trained."""
@@ -114,7 +108,7 @@ class RewardConfig(Section):
 
     name: str
     """A built-in name, path/to/file.py:function, or package.module:function."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     """Factor of the function in the total reward."""
 
 
@@ -158,7 +152,7 @@ class TrainConfig(Section):
     """Samples of each task, compared with one another."""
     groups_per_step: Positive = 8
     """Tasks a step."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything random: adapter, order of tasks, sampling, dropout."""
     output: str | None = None
     """Run folder; without one, the first free runs/ENVIRONMENT-ALGORITHM-NUMBER. A name that ends in .npz saves the
@@ -246,6 +240,8 @@ class TrainConfig(Section):
                 f"echo_alpha = {self.echo_alpha} has nothing to predict when rollout.context = 'turn', where every "
                 "observation is a prompt; set rollout.context = 'transcript'"
             )
+        if taken := RESERVED_TEMPLATE_KWARGS & self.chat_template_kwargs.keys():
+            raise ValueError(f"chat_template_kwargs.{sorted(taken)[0]} is set by the engine itself; leave it out")
         if self.chat_template_kwargs and self.use_chat_template is False:
             raise ValueError(
                 f"chat_template_kwargs = {self.chat_template_kwargs} has no effect with use_chat_template = false; "

@@ -80,7 +80,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist; `mlxrl-cli init` writes one to start from.") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -9,5 +9,9 @@ class RunError(RuntimeError):
     """A run that cannot start, go on or be resumed; the message names the folder or file and what to do."""
 
 
+class RunFolderError(RunError):
+    """A run folder that cannot be used or resumed; nothing has run yet."""
+
+
 class DynamicSamplingError(RunError):
     """Step after step no group had anything to teach; the message says how many and what to change."""

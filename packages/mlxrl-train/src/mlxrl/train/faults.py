@@ -17,22 +17,30 @@ from mlxrl.train.step import Step
 MAX_NONFINITE_STEPS = 5
 # Consecutive steps in which a filter keeps no group, after which a run stops, where the config does not say.
 MAX_SKIPPED_STEPS = 10
+# Consecutive steps in which no trajectory had a reward, after which a run stops: environment or reward is broken.
+MAX_UNSCORED_STEPS = 3
 
 
 def count_faults(state: RunState, step: Step) -> None:
-    """Count the steps in a row that were not finite, and those in which no group was kept."""
+    """Count the steps in a row that were not finite, in which no group was kept, and in which nothing was scored."""
     finite = _finite(step.metrics, step.groups.sampled)
     state.nonfinite_in_a_row = 0 if finite else state.nonfinite_in_a_row + 1
     state.uninformative_in_a_row = 0 if step.groups.kept else state.uninformative_in_a_row + 1
+    scored = any(trajectory.reward is not None for trajectory in step.groups.sampled)
+    state.unscored_in_a_row = 0 if scored else state.unscored_in_a_row + 1
 
 
-def ending_fault(state: RunState, config: TrainConfig) -> RunError | None:
+def ending_fault(state: RunState, step: Step, config: TrainConfig) -> RunError | None:
     """The error that ends the run, where too many steps in a row came to nothing."""
     if state.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
         return RunError(
             f"the policy or its gradient was not finite in {state.nonfinite_in_a_row} steps in a row; start a new run "
             "with a lower optimizer.learning_rate."
         )
+    if state.unscored_in_a_row >= MAX_UNSCORED_STEPS:
+        reasons = [trajectory.error for trajectory in step.groups.sampled if trajectory.error is not None]
+        why = f"the first failed with: {reasons[0]}" if reasons else "every reward function abstained"
+        return RunError(f"no trajectory had a reward in {state.unscored_in_a_row} steps in a row; {why}.")
     if state.uninformative_in_a_row >= (config.algorithm.max_skipped_steps or MAX_SKIPPED_STEPS):
         return DynamicSamplingError(
             f"no group had rewards that differ in {state.uninformative_in_a_row} steps in a row; the tasks are too "

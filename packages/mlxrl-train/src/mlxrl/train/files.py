@@ -43,8 +43,18 @@ def point_link(link: Path, target: Path) -> None:
     """Point a relative symbolic link at a folder, replacing where it pointed before."""
     aside = link.with_name(f".{link.name}.new")
     aside.unlink(missing_ok=True)
+    if link.is_dir() and not link.is_symlink():  # a copy of the run, made by following links
+        remove(link)
     aside.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
     aside.replace(link)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """The training loop."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,13 @@ from typing import Any
 from mlxrl.rollout import Trajectory
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import load_config
-from mlxrl.train.errors import DynamicSamplingError, RunError
+from mlxrl.train.errors import DynamicSamplingError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
 from mlxrl.train.faults import count_faults, ending_fault, fault_events
 from mlxrl.train.files import read_lines
 from mlxrl.train.metrics import Metrics
 from mlxrl.train.records import save_batch, trajectory_record
+from mlxrl.train.rewards import RewardError
 from mlxrl.train.run_folder import RunFolder, RunState, open_run
 from mlxrl.train.session import Session, open_session
 from mlxrl.train.step import train_step
@@ -92,7 +93,12 @@ def train(
     if state.step not in {row["step"] for row in read_lines(folder.evaluations)}:  # a run may break off before it
         evaluate_if_due()
     while state.step < config.steps:
-        step = train_step(session, state.step)
+        try:
+            step = train_step(session, state.step)
+        except RewardError:  # the policy is sound: what was learned so far is kept
+            if state.step > 0:
+                folder.save(state, config, session.model, session.optimizer, session.report, session.lora)
+            raise
         state.step += 1
         state.position, state.passed_over = session.loader.position, session.loader.passed_over
         count_faults(state, step)
@@ -101,7 +107,7 @@ def train(
         folder.log(folder.metrics, step.metrics)
         metrics.append(step.metrics)
         observer.on_step(step.metrics, step.groups.sampled)
-        fault = ending_fault(state, config)
+        fault = ending_fault(state, step, config)
         last = state.step == config.steps or isinstance(fault, DynamicSamplingError)  # its policy is sound
         if last and folder.batch_file is not None and step.batch is not None:
             save_batch(folder.batch_file, step.batch)
@@ -115,23 +121,30 @@ def train(
     return result
 
 
-def resume(folder: str | Path, *, steps: int | None = None, observer: Observer | None = None) -> TrainResult:
+def resume(
+    folder: str | Path, overrides: Mapping[str, Any] | None = None, *, observer: Observer | None = None
+) -> TrainResult:
     """Go on with a run from its newest checkpoint.
 
     Args:
         folder: the run folder.
-        steps: train up to this step instead of the config's.
+        overrides: fields that may change on the way, for example {"steps": 200}, by their dotted names.
         observer: is told what happens.
 
     Raises:
-        RunError: the folder holds no run, or its newest checkpoint cannot be used.
+        RunFolderError: the folder holds no run, or its newest checkpoint cannot be used.
     """
+    return train(resumed_config(folder, overrides), resume=True, observer=observer)
+
+
+def resumed_config(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The config of a run to go on with: that of its folder, whatever it is called now; arguments as for `resume`."""
     folder = Path(folder)
+    folder = folder.with_suffix("") if folder.suffix == ".npz" else folder
     if not (folder / "config.toml").is_file():
-        raise RunError(f"{folder} holds no run to resume: there is no config.toml.")
-    batch_ending = ".npz" if (load_config(folder / "config.toml").output or "").endswith(".npz") else ""
-    overrides: dict[str, Any] = {"output": f"{folder}{batch_ending}"} | ({} if steps is None else {"steps": steps})
-    return train(load_config(folder / "config.toml", overrides), resume=True, observer=observer)
+        raise RunFolderError(f"{folder} holds no run to resume: there is no config.toml.")
+    ending = ".npz" if (load_config(folder / "config.toml").output or "").endswith(".npz") else ""
+    return load_config(folder / "config.toml", {**(overrides or {}), "output": f"{folder}{ending}"})
 
 
 def _evaluate(session: Session, folder: RunFolder, step: int) -> Evaluation:

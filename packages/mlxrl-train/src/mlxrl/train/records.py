@@ -15,7 +15,7 @@ def trajectory_record(step: int, trajectory: Trajectory) -> dict[str, Any]:
         "step": step,
         "group": trajectory.group_id,
         "sample": trajectory.sample_index,
-        "task": getattr(trajectory.task, "id", str(trajectory.task)),
+        "task": str(getattr(trajectory.task, "id", trajectory.task)),
         "reward": trajectory.reward,
         "rewards": dict(trajectory.reward_parts),
         "stop_reason": str(trajectory.stop_reason),

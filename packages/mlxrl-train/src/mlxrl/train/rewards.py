@@ -1,14 +1,19 @@
 """Score trajectories: the environment's own rewards and the configured functions, weighted."""
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 from mlxrl.algo import soft_overlong_penalties
 from mlxrl.env import Task
 from mlxrl.rollout import Trajectory
 
 ENVIRONMENT, OVERLONG = "environment", "overlong"
+# Beyond it, squares of rewards leave the range in which group statistics are exact.
+LARGEST_REWARD = 1e9
 
 
 @dataclass(frozen=True)
@@ -77,31 +82,47 @@ def charge_overlong(trajectories: Sequence[Trajectory], *, max_length: int, buff
 
 def _call(reward: NamedReward, trajectories: Sequence[Trajectory]) -> list[float | None]:
     if reward.function is None:
-        return [trajectory.environment_return for trajectory in trajectories]
+        returns = [trajectory.environment_return for trajectory in trajectories]
+        return [_checked(reward.name, row, value) for row, value in enumerate(returns)]
     tasks = [trajectory.task for trajectory in trajectories]
     names = dict.fromkeys(name for task in tasks if isinstance(task, Task) for name in task.columns)
     columns = {name: [task.columns.get(name) if isinstance(task, Task) else None for task in tasks] for name in names}
+    arguments = {
+        "prompts": [task.prompt if isinstance(task, Task) else task for task in tasks],
+        "completions": [trajectory.completion for trajectory in trajectories],
+        "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
+        "trajectories": list(trajectories),
+        **columns,
+    }
     try:
-        values = reward.function(
-            prompts=[task.prompt if isinstance(task, Task) else task for task in tasks],
-            completions=[trajectory.completion for trajectory in trajectories],
-            completion_ids=[trajectory.completion_ids for trajectory in trajectories],
-            trajectories=list(trajectories),
-            **columns,
-        )
+        values: Any = reward.function(**_accepted(reward.function, arguments))
     except Exception as error:
         raise RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}") from error
+    if hasattr(values, "tolist"):  # an array
+        values = values.tolist()
     if not isinstance(values, Sequence) or len(values) != len(trajectories):
         count = len(values) if isinstance(values, Sequence) else type(values).__name__
         raise RewardError(f"reward {reward.name!r} must return a list of {len(trajectories)} rewards, got {count}.")
     return [_checked(reward.name, row, value) for row, value in enumerate(values)]
 
 
-def _checked(name: str, row: int, value: object) -> float | None:
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes by name: all of them where it has **columns."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _checked(name: str, row: int, value: Any) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise RewardError(f"reward {name!r} must return finite numbers or None, got {value!r} in row {row}.")
+    is_number = isinstance(value, Real)
+    if not is_number or not -LARGEST_REWARD <= value <= LARGEST_REWARD:
+        raise RewardError(
+            f"reward {name!r} must return numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g} or None, "
+            f"got {value!r} in row {row}."
+        )
     return float(value)
 
 

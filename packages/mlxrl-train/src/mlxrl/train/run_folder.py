@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, load_adapter, save_adapter
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_toml, load_config
-from mlxrl.train.errors import RunError
-from mlxrl.train.files import append_lines, point_link, read_lines, write_folder, write_text
+from mlxrl.train.errors import RunFolderError
+from mlxrl.train.files import append_lines, point_link, read_lines, remove, write_folder, write_text
 
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
 # Fields that may change between a run and its continuation, for they change nothing of what the steps compute; `steps`
@@ -34,6 +34,7 @@ class RunState:
         passed_over: tasks drawn that did not fit.
         nonfinite_in_a_row: steps since the last whose policy and gradient were finite.
         uninformative_in_a_row: steps since the last in which a group was kept.
+        unscored_in_a_row: steps since the last in which a trajectory had a reward.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class RunState:
     passed_over: int = 0
     nonfinite_in_a_row: int = 0
     uninformative_in_a_row: int = 0
+    unscored_in_a_row: int = 0
 
 
 class RunFolder:
@@ -55,7 +57,6 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.adapters = path / "adapters"
-        self.report = path / "report.html"
 
     @property
     def logs(self) -> tuple[Path, ...]:
@@ -64,8 +65,9 @@ class RunFolder:
 
     def start(self, config: TrainConfig) -> None:
         """Make the folder, without anything of an earlier run, and write the config; other files stay."""
-        for file in (self.config, self.adapters, self.report, *self.logs):
+        for file in (self.config, *self.logs):
             file.unlink(missing_ok=True)
+        remove(self.adapters)
         for folder in (*self.checkpoints.glob("step-*"), *self.checkpoints.glob(".step-*.new")):
             shutil.rmtree(folder)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -109,7 +111,7 @@ class RunFolder:
         A run that has no checkpoint yet starts over.
 
         Raises:
-            RunError: the checkpoint cannot be read, is damaged, or belongs to another config.
+            RunFolderError: the checkpoint cannot be read, is damaged, or belongs to another config.
         """
         saved = self._saved()
         if saved:
@@ -118,8 +120,15 @@ class RunFolder:
         else:
             state = RunState()
             self._check_config(self.config, load_config(self.config).model_dump(mode="json"), config)
+        if state.step > config.steps:
+            raise RunFolderError(
+                f"{self.path} has taken {state.step} steps already; set steps to more, not {config.steps}."
+            )
         for file in self.logs:
-            kept = [row for row in read_lines(file) if saved and row["step"] <= state.step]
+            try:
+                kept = [row for row in read_lines(file) if saved and row["step"] <= state.step]
+            except (ValueError, KeyError, TypeError) as error:
+                raise RunFolderError(f"{file} is damaged ({error}); remove it to resume without its past.") from error
             write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
         write_text(self.config, config_toml(config))
         return state
@@ -136,13 +145,13 @@ class RunFolder:
             self._check_config(folder, dict(contents["config"]), config)
             arrays = mx.load(str(folder / OPTIMIZER))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(
+            raise RunFolderError(
                 f"checkpoint {folder} cannot be used ({error}); remove it to resume from the one before."
             ) from error
         try:
             load_adapter(model, folder)
         except ModelError as error:
-            raise RunError(f"checkpoint {folder}: {error}") from error
+            raise RunFolderError(f"checkpoint {folder}: {error}") from error
         optimizer.state = tree_unflatten(list(arrays.items()))  # pyright: ignore  (a .safetensors file is a dict)
         mx.eval(optimizer.state)  # before the files may change
         return state
@@ -155,7 +164,7 @@ class RunFolder:
         then, now = _leaves(saved), _leaves(config.model_dump(mode="json"))
         for name in sorted(then.keys() | now.keys()):
             if name.partition(".")[0] not in free and then.get(name) != now.get(name):
-                raise RunError(
+                raise RunFolderError(
                     f"{where} was made with {name} = {then.get(name)!r}, the config has {now.get(name)!r}; "
                     "resume with the same value, or start a new run."
                 )
@@ -187,25 +196,41 @@ def open_run(config: TrainConfig, *, resume: bool = False, force: bool = False) 
         force: replace the run that is there.
 
     Raises:
-        RunError: the folder holds something and neither was asked for, holds no run, or there is nothing to resume.
+        RunFolderError: the folder cannot be made, holds something and neither was asked for, holds no run, or there is
+            nothing to resume.
     """
     path, batch_file = output_paths(config)
     folder = RunFolder(path, batch_file)
+    try:
+        _probe(path)
+    except (OSError, ValueError) as error:
+        raise RunFolderError(
+            f"output = {config.output!r} cannot be a folder here ({error}); choose another."
+        ) from error
     holds_run = folder.config.is_file() and folder.checkpoints.is_dir()
     if resume:
         if config.output is None:
-            raise RunError("resuming needs the run's folder; name it with output.")
+            raise RunFolderError("resuming needs the run's folder; name it with output.")
         if not holds_run:
-            raise RunError(f"{path} holds no run to resume; name the folder of one, or leave out --resume.")
+            raise RunFolderError(f"{path} holds no run to resume; name the folder of one, or leave out --resume.")
         return folder
     if path.exists() and not path.is_dir():
-        raise RunError(f"{path} is a file, and a run needs a folder; choose another output.")
+        raise RunFolderError(f"{path} is a file, and a run needs a folder; choose another output.")
     if path.exists() and any(path.iterdir()):
         if not force:
-            raise RunError(f"{path} exists; go on with --resume, replace it with --force, or choose another output.")
+            raise RunFolderError(
+                f"{path} exists; go on with --resume, replace it with --force, or choose another output."
+            )
         if not holds_run:
-            raise RunError(f"{path} is not empty and holds no run, so it is not replaced; choose another output.")
+            raise RunFolderError(f"{path} is not empty and holds no run, so it is not replaced; choose another output.")
     return folder
+
+
+def _probe(path: Path) -> None:
+    """Make the folder and take it away again, to know that it can be made."""
+    if not path.exists():
+        path.mkdir(parents=True)
+        path.rmdir()
 
 
 def output_paths(config: TrainConfig) -> tuple[Path, Path | None]:

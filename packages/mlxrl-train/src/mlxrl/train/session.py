@@ -1,6 +1,7 @@
 """Everything live that a run works with, built from its config."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,6 +52,8 @@ def open_session(config: TrainConfig) -> Session:
         ConfigError: a part of the config cannot be had, or the model does not fit it.
     """
     curriculum = make_curriculum(config)
+    if config.adapter is not None and not Path(config.adapter, "adapter_config.json").is_file():
+        raise ConfigError(f"adapter = {config.adapter!r} holds no adapter_config.json; name the folder of an adapter.")
     lora = LoRAConfig(
         rank=config.rank,
         scale=config.scale,
@@ -73,8 +76,20 @@ def open_session(config: TrainConfig) -> Session:
 
     def fits(task: object) -> bool:
         prompt = getattr(task, "prompt", None)
-        return prompt is None or len(engine.encoder.prompt(prompt)) <= config.max_prompt_len
+        if prompt is None:
+            return True
+        try:
+            return len(engine.encoder.prompt(prompt)) <= config.max_prompt_len
+        except Exception as error:  # chat templates and tokenizers refuse a prompt each in their own way
+            raise ConfigError(
+                f"the prompt of task {getattr(task, 'id', task)!r} cannot be encoded "
+                f"({type(error).__name__}: {error}); mend the prompt, or set use_chat_template = false."
+            ) from error
 
+    if not any(fits(task) for task in curriculum.train):
+        raise ConfigError(
+            f"max_prompt_len = {config.max_prompt_len} is shorter than every prompt; raise it or shorten the prompts."
+        )
     return Session(
         config=config,
         curriculum=curriculum,

@@ -109,7 +109,7 @@ def _optimizer_batches(session: Session, batch: TrainBatch | None, step: int) ->
     for update in range(config.update.updates_per_batch):
         rows = list(range(batch.size))
         random.Random(derive_seed(config.seed, step, update)).shuffle(rows)
-        for part in range(config.update.minibatches):
+        for part in range(min(config.update.minibatches, batch.size)):  # a filter may have kept fewer than there are
             yield batch.optimizer_batch(sorted(rows[part :: config.update.minibatches]), session.algorithm)
 
 

@@ -1,5 +1,6 @@
 """What is learned: the environment of a config, its tasks and its rewards."""
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,9 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
         options |= data
     try:
         suite = make_env(config.env_name, **options)
-        train, held_out = suite.tasks("train"), suite.tasks("eval")
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"env_name = {config.env_name!r}: {error}") from error
+        train, held_out = list(suite.tasks("train")), list(suite.tasks("eval"))
+    except Exception as error:  # a user's module may raise anything when it is imported or built
+        raise ConfigError(f"env_name = {config.env_name!r}: {_described(error)}") from error
     if not train:
         raise ConfigError(f"env_name = {config.env_name!r} has no tasks to train on.")
     if config.eval.tasks and not held_out:
@@ -55,6 +56,11 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
             "set eval.tasks = 0, or data.eval_path or data.eval_fraction for a file."
         )
     environment = _first_environment(config, suite, train[0])
+    if not isinstance(environment.max_turns, int) or environment.max_turns < 1:
+        raise ConfigError(
+            f"env_name = {config.env_name!r} made an environment with max_turns = {environment.max_turns!r}; "
+            "it must be a whole number of at least 1."
+        )
     max_turns = min(environment.max_turns, config.max_turns or environment.max_turns)
     longest, buffer = max_turns * config.max_completion_len, config.algorithm.overlong_buffer
     if buffer is not None and buffer > longest:
@@ -75,7 +81,7 @@ def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> Environm
     try:
         environment = suite.make(task, derive_seed(config.seed), 0)
     except Exception as error:  # a user's factory may raise anything; it must not look like ours
-        raise ConfigError(f"env_name = {config.env_name!r} raised {type(error).__name__} when made: {error}") from error
+        raise ConfigError(f"env_name = {config.env_name!r} cannot be made: {_described(error)}") from error
     if not isinstance(environment, Environment):
         raise ConfigError(
             f"env_name = {config.env_name!r} made a {type(environment).__name__}; "
@@ -85,7 +91,7 @@ def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> Environm
 
 
 def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[NamedReward, ...]:
-    wanted = [(reward.name, reward.weight) for reward in config.rewards] or list(suite.rewards)
+    wanted = [(reward.name, reward.weight) for reward in config.rewards] or list(suite.rewards or ())
     names = [name for name, _ in wanted]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError(
@@ -95,8 +101,18 @@ def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[N
     for name, weight in wanted:
         try:
             rewards.append(NamedReward(name, weight, reward_function(name)))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"rewards: {error}") from error
+        except Exception as error:  # likewise
+            raise ConfigError(f"rewards: {_described(error)}") from error
     if not rewards:
         raise ConfigError(f"env_name = {config.env_name!r} rewards nothing by itself; add [[rewards]] with a name.")
     return tuple(rewards)
+
+
+def _described(error: Exception) -> str:
+    """An error as one line; one that is not ours by its class and where it was raised."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError | TypeError) and not isinstance(error, UnicodeError):
+        return text
+    places = traceback.extract_tb(error.__traceback__)
+    where = f" in {places[-1].filename}, line {places[-1].lineno}" if places else ""
+    return f"{type(error).__name__}{where}: {text}"

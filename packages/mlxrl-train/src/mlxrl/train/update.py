@@ -13,9 +13,8 @@ from mlxrl.algo import Algorithm, Correction, KLEstimator, kl_penalty
 from mlxrl.policy import checkpoint_blocks, dropout_active
 from mlxrl.rollout import Role
 from mlxrl.train.batch import TrainBatch
+from mlxrl.train.metrics import Metrics
 from mlxrl.train.scoring import cut_micro_batches, score_micro_batch
-
-Metrics = dict[str, float]
 
 
 class Objective(NamedTuple):
