@@ -117,13 +117,13 @@ def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[s
 def _checked(name: str, row: int, value: Any) -> float | None:
     if value is None:
         return None
-    is_number = isinstance(value, Real)
-    if not is_number or not -LARGEST_REWARD <= value <= LARGEST_REWARD:
+    number: Any = value
+    if not isinstance(value, Real) or not -LARGEST_REWARD <= number <= LARGEST_REWARD:
         raise RewardError(
             f"reward {name!r} must return numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g} or None, "
             f"got {value!r} in row {row}."
         )
-    return float(value)
+    return float(number)
 
 
 def _total(parts: dict[str, float | None], weights: dict[str, float]) -> float | None:
