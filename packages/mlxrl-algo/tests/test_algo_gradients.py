@@ -279,13 +279,15 @@ def test_with_one_update_algorithms_of_one_reduction_have_one_gradient(family):
 
 def test_off_policy_no_two_surrogates_have_the_same_gradient():
     logp, old, _ = random_logprobs(9)
-    tight = {"clip_low": 0.05, "clip_high": 0.05}
+    tight, wide = {"clip_low": 0.05, "clip_high": 0.05}, {"clip_low": 0.9, "clip_high": 9.0}
     cases = [
         ("grpo", {}),
         ("grpo", tight),
         ("dapo", {}),
         ("cispo", {"cap": 1.1}),
         ("gspo", {}),
+        ("gspo", wide),
+        ("gspo", {**wide, "importance": "token"}),  # another gradient than the line above: advantages differ by token
         ("sapo", {}),
         ("gmpo", {}),
     ]
