@@ -184,13 +184,25 @@ def test_more_minibatches_than_kept_trajectories_take_one_step_for_each(values, 
     rewards = [{"name": f"{answers}:odd"}]
     fields = values(rewards=rewards, update={"minibatches": 6}, algorithm={"dynamic_sampling": True, "max_draws": 1})
     session = open_session(make_config(fields))
-    for step in range(4):  # in some of them one group of three is kept
-        _, groups, _ = train_step(session, step)
-        assert len(groups.kept) in (0, 3, 6)
+    kept = []
+    for step in range(6):
+        before = session.optimizer.step.item()
+        metrics, groups, _ = train_step(session, step)
+        kept.append(len(groups.kept))
+        # every share is a step, but for those whose only trajectory has the mean reward
+        shares = session.optimizer.step.item() - before + (metrics["skipped"] if kept[-1] else 0)
+        assert shares == min(6, kept[-1])
+    assert 3 in kept  # one group of three: fewer trajectories than minibatches
 
 
 def test_an_action_that_is_cut_makes_its_episode_truncated_whatever_ends_it(rooms):
-    session = open_session(make_config(rooms(max_completion_len=1, algorithm={"mask_truncated": True})))
-    metrics, groups, _ = train_step(session, 0)
-    assert metrics["completions/clipped_ratio"] > 0.5
-    assert [t.truncated for t in groups.sampled] == [any(turn.action_cut for turn in t.turns) for t in groups.sampled]
+    fields = rooms(max_completion_len=2, group_size=16, algorithm={"mask_truncated": True})
+    metrics, groups, batch = train_step(open_session(make_config(fields)), 0)
+    end = 1  # the end-of-sequence token of the tiny models
+    ends = [[t.segments[turn.segment].token_ids[turn.span[1] - 1] for turn in t.turns] for t in groups.sampled]
+    cut = [any(token != end for token in tokens) for tokens in ends]
+    assert any(cut)
+    assert [t.truncated for t in groups.sampled] == cut
+    assert metrics["completions/clipped_ratio"] == pytest.approx(np.mean(cut))
+    trained = np.any(np.array(batch.weights) != 0, axis=1)
+    assert not trained[np.array(cut)].any()  # what mask_truncated masks

@@ -6,13 +6,14 @@
 import json
 import math
 import random
+import shutil
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxrl.train import Observer, RewardError, RunError, make_config, open_session, train, train_step
+from mlxrl.train import ConfigError, Observer, RewardError, RunError, make_config, open_session, train, train_step
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
 
@@ -309,3 +310,13 @@ def test_a_reward_that_raises_late_keeps_what_was_learned(values, tmp_path):
     with pytest.raises(RewardError, match="KeyError"):
         train(make_config(values(rewards=[{"name": f"{tmp_path / 'late.py'}:late"}], steps=9)))
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_named_before_anything_is_drawn(values, tiny, tmp_path):
+    model = tmp_path / "picky"
+    shutil.copytree(tiny, model)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}" + template)
+    with pytest.raises(ConfigError, match=r"the prompt of task 'tasks\.jsonl:1' cannot be encoded .*no such role"):
+        train(make_config(values(model_id=str(model))))
+    assert not (tmp_path / "run").exists()
