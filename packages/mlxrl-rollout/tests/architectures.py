@@ -109,8 +109,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bailing_moe": {"moe_router_enable_expert_bias": True},
     "bailing_moe_linear": {"num_hidden_layers": 4, "layer_group_size": 2, "group_norm_size": 2},
     "bailing_moe_v3": {"num_hidden_layers": 4, "layer_group_size": 2, "moe_shared_expert_intermediate_size": 16},
-    "cohere": {"logit_scale": 0.25},
-    "cohere2": {"logit_scale": 0.25},
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0},
     "dbrx": {
         "d_model": 32,
         "n_layers": 2,
@@ -300,7 +300,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral3": {"num_hidden_layers": 4, "layer_types": ALTERNATING, "rope_parameters": _YARN},
     "mistral4": {"rope_parameters": _YARN},
     "mixtral": {},
-    "muse_glimmer": {"num_hidden_layers": 4},
+    "muse_glimmer": {"num_hidden_layers": 4, "output_multiplier": 1.0},
     "nanbeige": {"num_loops": 2},
     "nanochat": {},
     "nemotron-nas": {
@@ -340,7 +340,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "phi": {},
     "phi3": {},
-    "phi3small": {"dense_attention_every_n_layers": 2, "ff_intermediate_size": 48, "gegelu_limit": 20.0},
+    "phi3small": {
+        "dense_attention_every_n_layers": 2,
+        "ff_intermediate_size": 48,
+        "gegelu_limit": 20.0,
+        "mup_width_multiplier": 1.0,
+    },
     "phimoe": {
         "rope_scaling": {"long_factor": [1.0] * 4, "short_factor": [1.0] * 4, "long_mscale": 1.2, "short_mscale": 1.2}
     },
@@ -420,9 +425,19 @@ CACHE_DIFFERS: dict[str, str] = {
     "phi3small": "a boolean mask is added to the scores: a full forward sees the future",
     "plamo3": "the mask lets a window of one more token through than the cache keeps",
 }
-# What the engine does with the others' rows: none in a batch, or not even one by one; it batches those not named.
-ROW_BY_ROW: set[str] = set()
-REFUSED: set[str] = set()
+# What the engine decodes one row after the other, and why, and what it refuses; the rest it decodes in batches.
+ROW_BY_ROW: dict[str, str] = {
+    "afm7": "layers that reuse keys turn their queries to the padded length, not to the row's own",
+    "deepseek_v41": "its cache cannot be batched",
+    "gemma2": "masks of rows are broadcast over heads",
+    "gpt_bigcode": "learned positions take one offset for all rows",
+    "llama4": "its cache cannot be batched",
+    "longcat_flash_ngram": "the last tokens of rows are kept in arrays of different lengths",
+    "minimax_m3_vl": "key blocks are cut over padded places, not over the row's own",
+    "nemotron-nas": "a cache that is never written cannot be taken out of a batch",
+    "recurrent_gemma": "the first token of a text is told by there being no state",
+}
+REFUSED = set(CACHE_DIFFERS)
 
 
 def architecture_names() -> list[str]:
@@ -451,7 +466,9 @@ def build(name: str, seed: int = 0) -> nn.Module:
 def _draw(path: str, value: mx.array) -> mx.array:
     if not mx.issubdtype(value.dtype, mx.floating):
         return value
-    if value.ndim < 2 or "A_log" in path:  # norms, biases, decays: near what the module itself begins with
+    if "A_log" in path:  # states that keep about 0.8 of themselves a step, so that they remember
+        return 0.5 * mx.random.normal(value.shape) - 2
+    if value.ndim < 2:  # norms and biases: near what the module itself begins with
         return (value + 0.1 * mx.random.normal(value.shape)).astype(mx.float32)
     inputs = value.size // value.shape[0] if "conv" in path else value.shape[-1]
     spread = 0.2 if "embed" in path else 1.5 * inputs**-0.5

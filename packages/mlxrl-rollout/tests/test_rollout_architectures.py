@@ -34,17 +34,17 @@ def test_every_module_of_mlx_lm_is_built_or_says_why_not():
 def test_a_cache_says_what_a_full_forward_says(name):
     model = build(name)
     tokens = np.random.default_rng(0).integers(0, VOCAB, size=26).tolist()
-    expected_L_V = model(mx.array([tokens]))[0]
+    expected_L_V = np.array(model(mx.array([tokens]))[0])
     cache, said = make_prompt_cache(model), []
     # a prompt past the windows of 8, an answer, an observation, an answer
     for length in [10] + 3 * [1] + [7] + 6 * [1]:
         read, tokens = tokens[:length], tokens[length:]
-        said.append(model(mx.array([read]), cache=cache)[0])
-    difference_L_V = mx.concatenate(said) - expected_L_V
-    size_L = mx.linalg.norm(expected_L_V - expected_L_V.mean(axis=-1, keepdims=True), axis=-1)
-    worst = mx.max(mx.linalg.norm(difference_L_V, axis=-1) / size_L).item()
+        said.append(np.array(model(mx.array([read]), cache=cache)[0]))
+    scale = expected_L_V.std(axis=-1).min()
+    assert scale > 0.4  # of a uniform distribution every cache would be right
     # a fault that mlx-lm mends leaves the table of those that differ
-    assert (worst > 1e-3) == (name in CACHE_DIFFERS), worst
+    same = np.abs(np.concatenate(said) - expected_L_V).max() < 1e-3 * scale
+    assert same == (name not in CACHE_DIFFERS)
 
 
 class Questions:
@@ -72,19 +72,12 @@ TWO_TURNS = [("Hi", "Why do so"), ("Count to ten", "?"), ("b", "and twelve..")]
 
 
 def test_the_engine_is_exact_or_refuses(name):
-    model = build(name)
-    try:
-        engine = Engine(
-            model,
-            TOKENIZER,
-            SamplingConfig(temperature=TEMPERATURE, max_tokens=8),
-            width=WIDTH,
-            use_chat_template=False,
-        )
-    except ValueError as refusal:
-        assert name in str(refusal)
-        assert name in REFUSED, str(refusal)
+    model, sampling = build(name), SamplingConfig(temperature=TEMPERATURE, max_tokens=8)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=name):
+            Engine(model, TOKENIZER, sampling, width=WIDTH)
         return
+    engine = Engine(model, TOKENIZER, sampling, width=WIDTH, use_chat_template=False)
     for episodes in (ONE_TURN, TWO_TURNS):
         requests = group_requests(episodes, lambda task, seed, member: Questions(*task), group_size=2)
         for trajectory in engine.rollout(requests):
@@ -92,7 +85,6 @@ def test_the_engine_is_exact_or_refuses(name):
             assert len(trajectory.turns) == len(trajectory.task)
             (segment,) = trajectory.segments
             assert distance(model, segment) < 1e-3
-    assert name not in REFUSED
     assert engine.width == (1 if name in ROW_BY_ROW else WIDTH)
 
 
