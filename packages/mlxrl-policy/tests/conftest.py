@@ -10,6 +10,9 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from mlxrl.policy import LoRAConfig, load_policy_with_lora
@@ -75,6 +78,28 @@ def base(folders: Folders) -> Policy:
 def trained() -> Callable[[nn.Module], nn.Module]:
     """trained(model) -> the model with every lora_b drawn at random."""
     return train_by_chance
+
+
+@pytest.fixture
+def put_on() -> Callable[..., None]:
+    """put_on(model, adapter_class) -> None; see `put_adapters_on`."""
+    return put_adapters_on
+
+
+def put_adapters_on(model: Any, adapter_class: Any) -> None:
+    """Gives every layer that the class can wrap an adapter of that class with non-zero factors."""
+    wraps = {LoRALinear: nn.Linear, DoRALinear: nn.Linear, LoRASwitchLinear: SwitchLinear}
+    for name, module in model.named_modules():
+        if type(module) is wraps.get(adapter_class, nn.Embedding):
+            adapter = adapter_class.from_base(module, r=2, scale=1.0)
+            adapter.lora_b = 0.1 * mx.random.normal(adapter.lora_b.shape)
+            if "m" in adapter:
+                adapter.m = 1.5 * adapter.m  # DoRA trains a magnitude too
+            owner = model
+            *path, leaf = name.split(".")
+            for part in path:
+                owner = owner[int(part)] if isinstance(owner, list) else owner[part]
+            owner[leaf] = adapter
 
 
 def train_by_chance(model: nn.Module) -> nn.Module:

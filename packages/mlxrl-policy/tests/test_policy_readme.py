@@ -23,6 +23,13 @@ def test_the_readme_scores_an_answer_and_its_reference(tmp_path, monkeypatch):
 def test_every_public_name_is_there_and_documented():
     assert mlxrl.policy.__all__ == sorted(mlxrl.policy.__all__)
     assert all(getattr(mlxrl.policy, name).__doc__ for name in mlxrl.policy.__all__)
-    assert {"LoRAConfig", "load_policy_with_lora", "adapters_disabled", "score", "save_adapter", "load_adapter"} <= set(
-        mlxrl.policy.__all__
-    )
+    assert {
+        "LoRAConfig",
+        "load_policy_with_lora",
+        "adapters_disabled",
+        "score",
+        "save_adapter",
+        "load_adapter",
+        "MergedPolicy",
+        "flatten_quantized_rows",
+    } <= set(mlxrl.policy.__all__)

@@ -5,7 +5,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
@@ -39,24 +38,8 @@ def test_a_quantized_base_comes_back_too(policy, tokens, bits):
         np.testing.assert_array_equal(logits_of(model, tokens), base)
 
 
-def put_on(model, adapter_class):
-    """Gives every layer that the class can wrap an adapter of that class with non-zero factors."""
-    wraps = {LoRALinear: nn.Linear, DoRALinear: nn.Linear, LoRASwitchLinear: SwitchLinear}
-    for name, module in model.named_modules():
-        if type(module) is wraps.get(adapter_class, nn.Embedding):
-            adapter = adapter_class.from_base(module, r=2, scale=1.0)
-            adapter.lora_b = 0.1 * mx.random.normal(adapter.lora_b.shape)
-            if "m" in adapter:
-                adapter.m = 1.5 * adapter.m  # DoRA trains a magnitude too
-            owner = model
-            *path, leaf = name.split(".")
-            for part in path:
-                owner = owner[int(part)] if isinstance(owner, list) else owner[part]
-            owner[leaf] = adapter
-
-
 @pytest.mark.parametrize("adapter_class", [LoRALinear, LoRASwitchLinear, LoRAEmbedding, DoRALinear, DoRAEmbedding])
-def test_every_class_of_adapter_is_switched_off(base, tokens, adapter_class):
+def test_every_class_of_adapter_is_switched_off(base, put_on, tokens, adapter_class):
     model = base("qwen3_moe")
     plain = logits_of(model, tokens)
     put_on(model, adapter_class)

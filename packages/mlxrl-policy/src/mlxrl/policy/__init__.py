@@ -7,10 +7,13 @@ from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head
 from mlxrl.policy.load import find_model, load_policy_with_lora, read_config, register_model
 from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapters_disabled, dropout_active
+from mlxrl.policy.merged import MergedPolicy
+from mlxrl.policy.rows import flatten_quantized_rows
 from mlxrl.policy.score import Scores, score
 
 __all__ = [
     "LoRAConfig",
+    "MergedPolicy",
     "ModelError",
     "PolicyReport",
     "Scores",
@@ -19,6 +22,7 @@ __all__ = [
     "checkpoint_blocks",
     "dropout_active",
     "find_model",
+    "flatten_quantized_rows",
     "load_adapter",
     "load_policy_with_lora",
     "read_config",

@@ -98,7 +98,7 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     parameters = {"rank": config.rank, "scale": config.scale, "dropout": config.dropout, "keys": sorted(keys)}
     linear_to_lora_layers(model, len(blocks_of(model)), parameters)
     model.freeze()
-    for _, module in _adapters(model):
+    for _, module in adapters_of(model):
         module.unfreeze(keys=list(ADAPTER_LEAVES), recurse=False)
     model.eval()
     return tuple(sorted(keys))
@@ -121,7 +121,7 @@ def describe(model: nn.Module, *, model_type: str, keys: tuple[str, ...], separa
         dtype=dtypes.most_common(1)[0][0],
         num_layers=len(blocks_of(model)),
         target_keys=keys,
-        adapted_per_layer=tuple(len(list(_adapters(block))) for block in blocks_of(model)),
+        adapted_per_layer=tuple(len(list(adapters_of(block))) for block in blocks_of(model)),
         trainable_leaves=tuple(sorted({name.rsplit(".", 1)[-1] for name in trainable})),
         trainable_parameters=sum(value.size for value in trainable.values()),
         total_parameters=_parameter_count(model),
@@ -136,11 +136,11 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
     The adapters come back when the context ends, also after an exception.
     """
-    adapters = [(name, module) for name, module in _adapters(model)]
+    adapters = [(name, module) for name, module in adapters_of(model)]
     if not adapters:
         yield
         return
-    model.update_modules(tree_unflatten([(name, _wrapped(module)) for name, module in adapters]))
+    model.update_modules(tree_unflatten([(name, wrapped(module)) for name, module in adapters]))
     try:
         yield
     finally:
@@ -150,7 +150,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def dropout_active(model: nn.Module) -> Iterator[None]:
     """Within the context the adapters' own dropout acts, and nothing else of the model is in training mode."""
-    switches: list[Any] = [module.dropout for _, module in _adapters(model) if "dropout" in module]
+    switches: list[Any] = [module.dropout for _, module in adapters_of(model) if "dropout" in module]
     for dropout in switches:
         dropout.train()
     try:
@@ -160,14 +160,15 @@ def dropout_active(model: nn.Module) -> Iterator[None]:
             dropout.eval()
 
 
-def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module that holds a LoRA factor and the layer it wraps: LoRA and DoRA, linear, expert and embedding."""
     for name, module in model.named_modules():
         if "lora_a" in module and ("linear" in module or "embedding" in module):
             yield name, module
 
 
-def _wrapped(adapter: nn.Module) -> nn.Module:
+def wrapped(adapter: nn.Module) -> nn.Module:
+    """The layer of the base that an adapter is wrapped around."""
     return adapter["linear"] if "linear" in adapter else adapter["embedding"]
 
 
