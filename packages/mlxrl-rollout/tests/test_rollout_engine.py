@@ -1,3 +1,5 @@
+import math
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -15,7 +17,7 @@ from mlxrl.rollout import (
     naive_rollout,
     single_turn_environment,
 )
-from mlxrl.rollout.audit import rows_are_independent
+from mlxrl.rollout.audit import audit
 
 PROMPTS = ["a", "Hello there, how are you?", "What?"]
 SAMPLING = SamplingConfig(temperature=0.7, max_tokens=5)
@@ -149,15 +151,19 @@ def test_a_model_whose_rows_mix_in_a_batch_is_run_row_by_row(lend, alone):
     # With soft caps mlx-lm lays gemma2's mask of B rows over its 2 key-value heads: 2 rows are mixed up without a
     # word, 3 are refused
     model, tokenizer = lend("gemma2")
-    assert not rows_are_independent(model)
-    engine = Engine(model, tokenizer, SAMPLING, width=2)
+    assert not audit(model).batched
+    with pytest.warns(UserWarning, match="a gemma2 model is played row by row: "):
+        engine = Engine(model, tokenizer, SAMPLING, width=2)
     assert engine.width == 1
     assert_same(engine.rollout(requests_of()), alone("gemma2"))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_5", "qwen3_moe", "gemma3_text", "cohere"])
 def test_the_rows_of_the_others_stay_apart(lend, architecture):
-    assert rows_are_independent(lend(architecture)[0])
+    verdict = audit(lend(architecture)[0])
+    assert verdict.batched
+    assert verdict.ragged
+    assert verdict.reason == ""
 
 
 def completions(lend, **options):
@@ -200,28 +206,28 @@ def test_an_end_token_is_an_action_ends_its_row_and_costs_the_others_nothing(len
         assert not trajectory.turns[0].action.endswith("<|end|>")
         assert trajectory.truncated != ended
     assert any(t.stop_reason == StopReason.stop for t in trajectories)
-    assert engine.stats.decode_forwards == max(lengths)
+    # the first token comes from the prompt's own pass, and the host knows that the longest row is at its limit
+    assert engine.stats.decode_forwards == max(lengths) - 1 == 39
     assert engine.stats.sampled_tokens == sum(lengths)
 
 
-@pytest.mark.parametrize("width", [1, 2, 64])
-def test_each_distinct_prompt_is_read_once(lend, width):
+@pytest.mark.parametrize(("width", "forwards"), [(1, 3), (2, 3), (64, 2)])
+def test_each_distinct_prompt_is_read_once(lend, width, forwards):
     model, tokenizer = lend("qwen3")
     engine = Engine(model, tokenizer, SAMPLING, width=width)
     trajectories = engine.rollout(requests_of())
-    assert engine.stats.prefill_forwards == len(PROMPTS)
+    assert engine.stats.prefill_forwards == forwards  # where all begin together, the two short ones share a pass
     prompts = [len(t.segments[0].token_ids) - t.num_sampled for t in trajectories[::3]]
-    assert engine.stats.prefill_tokens == sum(prompts) - len(PROMPTS)  # the last token is read by the first step
+    assert engine.stats.prefill_tokens == sum(prompts)
 
 
 def test_full_rows_are_replaced_at_once(lend):
     model, tokenizer = lend("qwen3")
     engine = Engine(model, tokenizer, SAMPLING, width=2)
     lengths = [t.num_sampled for t in engine.rollout(requests_of())]
-    slots = [0, 0]
-    for length in lengths:  # each row takes the place that is free first
-        slots[int(np.argmin(slots))] += length
-    assert engine.stats.decode_forwards == max(slots)
+    assert set(lengths) == {5}  # every row needs four steps after its first token
+    assert engine.stats.decode_forwards == 4 * math.ceil(len(lengths) / 2)
+    assert engine.stats.peak_rows == 2
 
 
 def test_nothing_to_play_is_no_trajectories(lend):

@@ -207,14 +207,15 @@ def test_a_turn_reads_only_its_new_tokens(lend):
     model, tokenizer = lend("qwen3")
     engine = Engine(model, tokenizer, SHORT)
     trajectories = engine.rollout(group_requests([3, 2], chatter, group_size=2))
-    # The one prompt is read once, but for its last token. From then on a turn reads the token that was sampled last
-    # and all that came after it but the last: as many as were not sampled.
+    # the one prompt is read once; from then on a turn reads what was not sampled, and the last token where its limit
+    # cut the action, so that no step has read it
     prompt = trajectories[0].turns[0].span[0]
     later = sum(int((t.segments[0].roles != Role.ACTION).sum()) - prompt for t in trajectories)
-    assert engine.stats.prefill_tokens == prompt - 1 + later
-    assert engine.stats.prefill_forwards == 1 + (2 + 2 + 1 + 1)
+    cut = sum(turn.action_cut for t in trajectories for turn in t.turns[:-1])
+    assert cut > 0
+    assert prompt + later <= engine.stats.prefill_tokens <= prompt + later + cut
     longest = max(t.num_sampled for t in trajectories)
-    assert engine.stats.decode_forwards == longest  # no row ever waits where all fit
+    assert engine.stats.decode_forwards <= longest  # no row ever waits where all fit
 
 
 def test_one_row_at_a_time_plays_the_same_episodes_one_after_the_other(lend):
@@ -270,13 +271,18 @@ def test_why_an_episode_ended(scripted):
     assert reason(Conversation("a", "b"), max_turns=9) == (StopReason.env_done, 2)
 
 
-def test_the_thoughts_of_earlier_turns_stay_in_a_transcript(scripted):
+def test_a_template_that_rewrites_history_makes_each_turn_a_segment_of_its_own(scripted):
     tokenizer = character_tokenizer(chat_template=THINKING_TEMPLATE)
     policy = scripted({">": "g", "g": "o"}, tokenizer=tokenizer)
-    (trajectory,) = play(policy, "hi", "no", template_kwargs={"enable_thinking": False})
-    text, _ = spelled(policy[1], trajectory.segments[0])
-    opening = "<|assistant|><think></think>"
-    assert text == f"<|user|>hi<|end|>{opening}go<|end|><|user|>no<|end|>{opening}go<|end|>"
+    (trajectory,) = play(policy, "hi", "no", "so", template_kwargs={"enable_thinking": False}, echo=True)
+    texts = [spelled(policy[1], segment) for segment in trajectory.segments]
+    history, opening = "<|user|>hi<|end|>", "<|assistant|><think></think>"
+    for (text, roles), line in zip(texts, ["no", "so", None], strict=True):
+        # the model sees what the template makes of all turns so far: without the thoughts that it put before answers
+        assert text == f"{history}{opening}go<|end|>"
+        assert roles == "m" * (len(roles) - 3) + "AAA"
+        history += f"<|assistant|>go<|end|><|user|>{line}<|end|>"
+    assert [(turn.segment, turn.action) for turn in trajectory.turns] == [(0, "go"), (1, "go"), (2, "go")]
 
 
 def test_members_of_a_group_start_from_the_same_state(lend):

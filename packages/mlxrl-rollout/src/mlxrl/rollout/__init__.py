@@ -2,7 +2,7 @@
 
 from mlxrl.rollout import _platform as _platform
 from mlxrl.rollout.chat import ChatEncoder, EncodedObservation
-from mlxrl.rollout.engine import Engine, RolloutStats
+from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.episode import EpisodeLimits, RolloutRequest
 from mlxrl.rollout.generate import (
     generate_agentic_trajectories,
@@ -12,6 +12,7 @@ from mlxrl.rollout.generate import (
 )
 from mlxrl.rollout.keys import derive_key, derive_seed
 from mlxrl.rollout.naive import naive_rollout
+from mlxrl.rollout.play import RolloutStats
 from mlxrl.rollout.sampling import SamplingConfig, draw
 from mlxrl.rollout.trajectory import Role, Segment, Trajectory, Turn
 

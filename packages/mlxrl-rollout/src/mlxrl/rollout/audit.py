@@ -1,42 +1,124 @@
-"""Whether a model's rows stay apart when they decode in one batch; in mlx-lm a few models' do not."""
+"""What of the engine's ways a model can go: compared, once a model, with plain passes that keep nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.rollout.decoder import merge, prefill
+from mlxrl.rollout.caches import Cache, join, new_cache, row_bytes, select
+from mlxrl.rollout.decoder import Prefilled, Reader
 
-PROMPTS = ([1], [2, 3, 4], [3, 1, 4, 1, 5])  # of different lengths, so that positions and masks matter
+# Three rows of different length, so that positions and masks matter: a prompt, two steps, more to read, and a step.
+PROMPTS = ([1], [2, 3, 4], [3, 1, 4, 1, 5])
+STEPS = (2, 3)
+MORE = ([6, 2], [2], [1, 5, 3, 2])
+LAST = 4
 # Share of the logits' own size; float16 rounding stays within 0.01, a wrong mask or position is far outside.
 TOLERANCE = 0.05
 
 
-def rows_are_independent(model: nn.Module) -> bool:
-    """Whether rows of different lengths get, side by side, the logits that each gets alone.
+@dataclass(frozen=True)
+class Audit:
+    """What the engine may do with a model.
 
-    Two steps of three short prompts are compared, once for a model.
+    Args:
+        batched: rows of different length may decode side by side.
+        ragged: texts of different length may be read in one padded pass.
+        reason: why not, where something is False; empty otherwise.
+        sample: a cache of one row that has read something, to measure by; None where not even one row can be played.
+    """
+
+    batched: bool
+    ragged: bool
+    reason: str = ""
+    sample: Cache | None = None
+
+    @property
+    def playable(self) -> bool:
+        """Whether the model can be played at all."""
+        return self.sample is not None
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Bytes that a row of `num_tokens` tokens keeps in its cache."""
+        return row_bytes(self.sample or [], num_tokens)
+
+
+def audit(model: nn.Module) -> Audit:
+    """Play a few tokens in each of the engine's ways, the fastest first, and take the first that gives the truth.
+
+    The verdict is kept with the model.
 
     Args:
         model: an mlx-lm causal language model.
     """
-    if not hasattr(model, "_rows_are_independent"):
-        object.__setattr__(model, "_rows_are_independent", _same_together(model))
-    return bool(model._rows_are_independent)
+    if not hasattr(model, "_rollout_audit"):
+        object.__setattr__(model, "_rollout_audit", _audit(model))
+    verdict: Any = model._rollout_audit
+    return verdict
 
 
-def _same_together(model: nn.Module) -> bool:
-    caches = [prefill(model, prompt) for prompt in PROMPTS]
-    try:
-        together_2_B_V = _two_steps(model, merge(caches), [prompt[-1] for prompt in PROMPTS])
-    except (ValueError, NotImplementedError):  # the model's own code refuses the shapes of a batch
-        return False
-    alone = [_two_steps(model, merge([prefill(model, prompt)]), [prompt[-1]]) for prompt in PROMPTS]
-    alone_2_B_V = mx.concatenate(alone, axis=1)
-    distance = mx.linalg.norm(together_2_B_V - alone_2_B_V, axis=-1)
-    size = mx.linalg.norm(alone_2_B_V - alone_2_B_V.mean(axis=-1, keepdims=True), axis=-1)
-    return bool(mx.all(distance <= TOLERANCE * size).item())
+def _audit(model: nn.Module) -> Audit:
+    texts = [[*prompt, *STEPS, *more, LAST] for prompt, more in zip(PROMPTS, MORE, strict=True)]
+    truth = [model(mx.array([text]))[0].astype(mx.float32) for text in texts]
+    reason = ""
+    for groups, ragged in (([[0, 1, 2]], True), ([[0, 1, 2]], False), ([[0], [1], [2]], False)):
+        try:
+            played: dict[int, list[mx.array]] = {}
+            sample: Cache | None = None
+            for rows in groups:
+                sample, logits = _play(model, rows, ragged=ragged)
+                played |= logits
+            differing = [row for row, logits in played.items() if not _agree(logits, truth[row], row)]
+        except Exception as error:  # each model's code refuses in its own way what it cannot do
+            reason = reason or f"{type(error).__name__}: {error}"
+            continue
+        if not differing:
+            return Audit(batched=len(groups) == 1, ragged=ragged, reason=reason, sample=sample)
+        reason = reason or "its logits differ from those of a pass over the whole text"
+    return Audit(batched=False, ragged=False, reason=reason)
 
 
-def _two_steps(model: nn.Module, cache: list, inputs: list[int]) -> mx.array:
-    first_B_V = model(mx.array(inputs)[:, None], cache=cache)[:, -1]
-    second_B_V = model(mx.array([2] * len(inputs))[:, None], cache=cache)[:, -1]
-    return mx.stack([first_B_V, second_B_V]).astype(mx.float32)
+def _play(model: nn.Module, rows: Sequence[int], *, ragged: bool) -> tuple[Cache, dict[int, list[mx.array]]]:
+    """What the engine does with rows; a cache of one of them, and per row the logits after each thing it read."""
+    reader = Reader(model)
+
+    def read(caches: Sequence[Cache], texts: Sequence[list[int]]) -> Prefilled:
+        if ragged:
+            return reader(join(caches), texts)
+        apart = [reader(cache, [text]) for cache, text in zip(caches, texts, strict=True)]
+        return Prefilled(join([part.cache for part in apart]), mx.concatenate([part.logits for part in apart]))
+
+    def step(cache: Cache, token: int, num_rows: int) -> mx.array:
+        return model(mx.array([[token]] * num_rows), cache=cache)[:, -1]
+
+    cache, logits_B_V = read([new_cache(model, 1) for _ in rows], [PROMPTS[row] for row in rows])
+    seen = [logits_B_V, *(step(cache, token, len(rows)) for token in STEPS)]
+    # the row with one more token decodes it, the others leave the batch to read theirs, and join it again
+    steps = [place for place, row in enumerate(rows) if len(MORE[row]) == 1]
+    reads = [place for place, row in enumerate(rows) if len(MORE[row]) > 1]
+    parts: list[Prefilled] = []
+    if steps:
+        decoding = select(cache, steps)
+        parts.append(Prefilled(decoding, step(decoding, MORE[rows[steps[0]]][0], len(steps))))
+    if reads:
+        parts.append(read([select(cache, [place]) for place in reads], [MORE[rows[place]] for place in reads]))
+    cache = join([part.cache for part in parts])
+    after_B_V = mx.concatenate([part.logits for part in parts])
+    last_B_V = step(cache, LAST, len(rows))
+    order = [*steps, *reads]
+    played: dict[int, list[mx.array]] = {}
+    for place, row in enumerate(rows):
+        later = order.index(place)
+        played[row] = [*(logits_B_V[place] for logits_B_V in seen), after_B_V[later], last_B_V[later]]
+    return select(cache, [0]), played
+
+
+def _agree(logits: Sequence[mx.array], truth_T_V: mx.array, row: int) -> bool:
+    end = len(PROMPTS[row])
+    more = end + len(STEPS) + len(MORE[row])
+    true_5_V = truth_T_V[mx.array([end - 1, end, end + 1, more - 1, more])]
+    distance_5 = mx.linalg.norm(mx.stack(list(logits)).astype(mx.float32) - true_5_V, axis=-1)
+    size_5 = mx.linalg.norm(true_5_V - true_5_V.mean(axis=-1, keepdims=True), axis=-1)
+    return bool(mx.all(distance_5 <= TOLERANCE * size_5).item())

@@ -1,114 +1,192 @@
-"""The rows that decode together: their caches, next inputs and random keys on the device."""
+"""Rows that share forward passes: read what is pending, then draw a token a row and step."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 
-from mlxrl.rollout.sampling import SamplingConfig, draw
+from mlxrl.policy import split_head
+from mlxrl.rollout.caches import Cache, arrays, join, select
+from mlxrl.rollout.episode import Episode
+from mlxrl.rollout.sampling import draw_rows
 
-# Tokens of a prompt that one forward pass reads: bounds the activations of a long prompt.
+# Tokens that one forward pass reads: bounds the activations of long prompts and of many.
 PREFILL_TOKENS = 2048
 
-Cache = list[Any]
 
-
-def prefill(model: nn.Module, token_ids: Sequence[int], cache: Cache | None = None) -> Cache:
-    """Read all tokens but the last into the row's cache, a new one where none is given.
-
-    The last token is left to the first decoding step, which needs its logits; no logits are computed here.
+@dataclass(eq=False)
+class Row:
+    """An episode's turn in the making.
 
     Args:
-        model: the policy.
-        token_ids: at least one token.
-        cache: the row's cache from an earlier turn; extended in place.
-
-    Returns:
-        The cache, one entry a layer, of batch size 1.
+        episode: whose turn it is.
+        num_read: tokens of the episode's segment that the row's cache holds, the launched steps included.
+        num_drawn: tokens of this turn whose draw is launched; the host has seen all of them but the newest.
+        ended: the action is over, and what is drawn from now on is nobody's.
     """
-    cache = make_prompt_cache(model) if cache is None else cache
-    for start in range(0, len(token_ids) - 1, PREFILL_TOKENS):
-        chunk = token_ids[start : min(start + PREFILL_TOKENS, len(token_ids) - 1)]
-        model(mx.array([chunk]), cache=cache)
-        mx.eval([layer.state for layer in cache])  # one chunk's activations at a time
-    return cache
+
+    episode: Episode
+    num_read: int = 0
+    num_drawn: int = 0
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self._drawn_before = self.episode.num_drawn
+
+    @property
+    def position(self) -> int:
+        """Tokens drawn in the whole episode, those under way included: where the row is in its random stream."""
+        return self._drawn_before + self.num_drawn
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the row may still need another token, as far as the host knows."""
+        return not self.ended and self.num_drawn < self.episode.max_draws
 
 
-class DecodeBatch:
-    """Rows of different lengths that sample one token each a step."""
+class Draws(NamedTuple):
+    """Tokens int32 `[B]` and log-probabilities float32 `[B]` that the device is computing for these rows."""
 
-    def __init__(self, model: nn.Module, sampling: SamplingConfig):
-        self.model, self.sampling = model, sampling
-        self.num_rows = 0
-        self.num_forwards = 0
-        self._cache: Cache = []
-        self._inputs_B = mx.zeros(0, dtype=mx.int32)
-        self._keys_B_2 = mx.zeros((0, 2), dtype=mx.uint32)
-        self._positions_B = mx.zeros(0, dtype=mx.uint32)
+    rows: Sequence[Row]
+    tokens: mx.array
+    logprobs: mx.array
 
-    def join(
-        self, caches: Sequence[Cache], inputs: Sequence[int], keys: Sequence[int], positions: Sequence[int]
-    ) -> None:
-        """Add rows; a cache that several rows share is copied for each.
+
+class Prefilled(NamedTuple):
+    """A cache, and the logits `[B, V]` after the last token of each of its rows."""
+
+    cache: Cache
+    logits: mx.array
+
+    def select(self, rows: Sequence[int]) -> "Prefilled":
+        """The named rows, which may repeat."""
+        return Prefilled(select(self.cache, rows), self.logits[mx.array(list(rows))])
+
+
+class Reader:
+    """Reads tokens into caches; the head runs on the last token of each row alone."""
+
+    def __init__(self, model: nn.Module):
+        halves: Any = split_head(model)
+        self._trunk, self._head = halves if halves is not None else (model, None)
+
+    def __call__(self, cache: Cache, token_ids: Sequence[Sequence[int]]) -> Prefilled:
+        """Read on in every row.
 
         Args:
-            caches: per row, its cache; it holds every token but the row's next input.
-            inputs: per row, the token to read next.
-            keys: per row, its 64-bit random key.
-            positions: per row, how many tokens it has drawn already.
-        """
-        joining = merge(caches)
-        if self.num_rows == 0:
-            self._cache = joining
-        else:
-            for layer, new in zip(self._cache, joining, strict=True):
-                layer.extend(new)
-        halves = [[key & 0xFFFFFFFF, key >> 32] for key in keys]
-        self._inputs_B = mx.concatenate([self._inputs_B, mx.array(list(inputs), dtype=mx.int32)])
-        self._keys_B_2 = mx.concatenate([self._keys_B_2, mx.array(halves, dtype=mx.uint32)])
-        self._positions_B = mx.concatenate([self._positions_B, mx.array(list(positions), dtype=mx.uint32)])
-        self.num_rows += len(caches)
-
-    def step(self) -> tuple[list[int], list[float]]:
-        """One forward pass: every row reads its input and draws the next token.
+            cache: of as many rows; extended in place.
+            token_ids: per row at least one token; rows of different length are padded on the right.
 
         Returns:
-            Per row the token and its log-probability under the distribution it was drawn from.
+            The cache and the logits `[B, V]` after the last token of each row.
         """
-        logits_B_V = self.model(self._inputs_B[:, None], cache=self._cache)[:, -1]
-        tokens_B, logprobs_B = draw(logits_B_V, self._keys_B_2, self._positions_B, self.sampling)
-        self._inputs_B, self._positions_B = tokens_B, self._positions_B + 1
-        self.num_forwards += 1
-        mx.eval(tokens_B, logprobs_B, [layer.state for layer in self._cache])  # the host decides who goes on
-        tokens: Any = tokens_B.tolist()
-        logprobs: Any = logprobs_B.tolist()
-        return tokens, logprobs
-
-    def extract(self, row: int) -> Cache:
-        """A copy of one row's cache, to go on with later."""
-        return [layer.extract(row) for layer in self._cache]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop every row that is not named; the rest keep their order."""
-        if len(rows) == self.num_rows:
-            return
-        self.num_rows = len(rows)
-        if not rows:
-            self._cache = []
-        index = mx.array(list(rows), dtype=mx.int32)
-        for layer in self._cache:
-            layer.filter(index)
-        self._inputs_B, self._positions_B = self._inputs_B[index], self._positions_B[index]
-        self._keys_B_2 = self._keys_B_2[index]
+        lengths = [len(row) for row in token_ids]
+        longest = max(lengths)
+        padding = [longest - length for length in lengths]
+        if any(padding):
+            for layer in cache:
+                layer.prepare(lengths=lengths, right_padding=padding)
+        padded: Any = [[*row, *[0] * pad] for row, pad in zip(token_ids, padding, strict=True)]
+        tokens_B_T, start = mx.array(padded, dtype=mx.int32), 0
+        while longest - start > PREFILL_TOKENS:  # one long row: `reading_plan` never puts several together
+            self._trunk(tokens_B_T[:, start : start + PREFILL_TOKENS], cache=cache)
+            mx.eval(arrays(cache))  # one piece's activations at a time
+            start += PREFILL_TOKENS
+        hidden_B_T_D = self._trunk(tokens_B_T[:, start:], cache=cache)
+        if any(padding):
+            for layer in cache:
+                layer.finalize()
+        ends_B = mx.array(lengths) - start - 1
+        last_B_D = hidden_B_T_D[mx.arange(len(lengths)), ends_B]
+        logits_B_V = last_B_D if self._head is None else self._head(last_B_D)
+        mx.async_eval(logits_B_V, arrays(cache))
+        return Prefilled(cache, logits_B_V)
 
 
-def merge(caches: Sequence[Cache]) -> Cache:
-    """One cache of several rows out of caches of one row each, which stay as they are."""
-    for layer in caches[0]:
-        if not hasattr(layer, "merge"):
-            raise NotImplementedError(
-                f"this model keeps its state in a {type(layer).__name__}, which mlx-lm cannot batch; use another model."
-            )
-    return [layers[0].merge(layers) for layers in zip(*caches, strict=True)]
+def reading_plan(lengths: Sequence[int], *, ragged: bool) -> list[list[int]]:
+    """Which texts to read together: of like length, so that there is never more padding than text.
+
+    Args:
+        lengths: tokens of each text.
+        ragged: whether the model can read texts of different length together; if not, only equal ones share a pass.
+
+    Returns:
+        Indices of texts, a list a forward pass.
+    """
+    plan: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        together = [*plan[-1], i] if plan else [i]
+        padded = len(together) * lengths[i]
+        fits = padded <= min(PREFILL_TOKENS, 2 * sum(lengths[j] for j in together))
+        if plan and fits and (ragged or lengths[plan[-1][0]] == lengths[i]):
+            plan[-1] = together
+        else:
+            plan.append([i])
+    return plan
+
+
+@dataclass
+class DecodeBatch:
+    """The rows that decode: each step reads the token that every row drew last, and draws the next."""
+
+    model: nn.Module
+    rows: list[Row] = field(default_factory=list)
+    num_steps: int = 0
+    cache: Cache = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._inputs_B = mx.zeros(0, dtype=mx.int32)
+        self._keys_B_2, self._positions_B = _keys_and_positions(self.rows)
+
+    def step(self) -> Draws:
+        """Launch a forward pass and its draws; the host does not wait."""
+        logits_B_V = self.model(self._inputs_B[:, None], cache=self.cache)[:, -1]
+        draws = _draw(self.rows, logits_B_V, self._keys_B_2, self._positions_B)
+        self._inputs_B, self._positions_B = draws.tokens, self._positions_B + 1
+        for row in self.rows:
+            row.num_read += 1
+        self.num_steps += 1
+        mx.async_eval(draws.tokens, draws.logprobs, arrays(self.cache))
+        return draws
+
+    def regroup(self, keep: Sequence[int], joining: Sequence[tuple[list[Row], Prefilled]]) -> Draws | None:
+        """Drop all rows but those to keep, add those that have been read, and launch the first draw of these.
+
+        Args:
+            keep: places of the rows that stay, in their order.
+            joining: groups of new rows, each with its cache and its logits.
+        """
+        if len(keep) < len(self.rows):
+            self.cache = select(self.cache, keep) if keep else []
+            self.rows = [self.rows[i] for i in keep]
+            self._inputs_B = self._inputs_B[mx.array(list(keep), dtype=mx.int32)]
+        draws = None
+        if joining:
+            new = [row for rows, _ in joining for row in rows]
+            logits_B_V = mx.concatenate([prefilled.logits for _, prefilled in joining])
+            draws = _draw(new, logits_B_V, *_keys_and_positions(new))
+            self.cache = join([*([self.cache] if self.rows else []), *(prefilled.cache for _, prefilled in joining)])
+            self.rows = [*self.rows, *new]
+            self._inputs_B = mx.concatenate([self._inputs_B, draws.tokens])
+            mx.async_eval(draws.tokens, draws.logprobs, arrays(self.cache))
+        self._keys_B_2, self._positions_B = _keys_and_positions(self.rows)
+        return draws
+
+
+def _draw(rows: Sequence[Row], logits_B_V: mx.array, keys_B_2: mx.array, positions_B: mx.array) -> Draws:
+    tokens_B, logprobs_B = draw_rows(logits_B_V, keys_B_2, positions_B, [row.episode.sampling for row in rows])
+    for row in rows:
+        row.num_drawn += 1
+    return Draws(list(rows), tokens_B, logprobs_B)
+
+
+def _keys_and_positions(rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
+    """The rows' keys uint32 `[B, 2]`, and uint32 `[B]` how many tokens each has drawn in its episode."""
+    if not rows:
+        return mx.zeros((0, 2), dtype=mx.uint32), mx.zeros(0, dtype=mx.uint32)
+    keys = [row.episode.request.key for row in rows]
+    halves: Any = [[key & 0xFFFFFFFF, key >> 32] for key in keys]
+    positions = [row.position for row in rows]
+    return mx.array(halves, dtype=mx.uint32), mx.array(positions, dtype=mx.uint32)

@@ -1,29 +1,25 @@
 """The one engine: requests in, trajectories out."""
 
-from collections import Counter, deque
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxrl.rollout.audit import rows_are_independent
+from mlxrl.policy import MergedPolicy, flatten_quantized_rows
+from mlxrl.rollout.audit import audit
 from mlxrl.rollout.chat import ChatEncoder
-from mlxrl.rollout.decoder import DecodeBatch, prefill
 from mlxrl.rollout.episode import Context, Episode, EpisodeLimits, RolloutRequest
+from mlxrl.rollout.play import Play, RolloutStats, Room
 from mlxrl.rollout.sampling import SamplingConfig
 from mlxrl.rollout.trajectory import Trajectory
 
+# On CUDA a step costs almost the same for fewer rows, and moving rows costs several steps: rows wait for one another.
+CUDA_REGROUP_SHARE = 0.25
 
-@dataclass
-class RolloutStats:
-    """What the last rollout cost."""
-
-    decode_forwards: int = 0
-    prefill_forwards: int = 0
-    prefill_tokens: int = 0
-    sampled_tokens: int = 0
+Weights = Literal["shared", "merged"]
 
 
 class Engine:
@@ -32,22 +28,34 @@ class Engine:
     Each distinct prompt is read once and its cache forked to the rows that start with it; a row keeps its cache over
     turns and reads only what is new. A row draws from its own key, so what it draws does not depend on the others.
 
+    On its first use for a model a few tokens are played in each of the engine's ways and compared with plain passes
+    (`mlxrl.rollout.audit`); a model whose rows mix in a batch is played row by row, with a warning.
+
     Args:
         model: the policy, in evaluation mode.
         tokenizer: mlx-lm's tokenizer of the model.
-        sampling: temperature, filters and tokens per action.
-        width: most rows that decode at once; 1 for a model whose rows mix when they are batched.
+        sampling: temperature, filters, tokens per action and stop texts; a request may bring its own.
+        width: most rows that hold a cache at once.
         max_prompt_len: most tokens of a first prompt; a longer one fails its row and is never cut. None: no limit.
         max_turns: most turns of an episode, if the environment allows more. None: the environment's own limit.
         max_observation_len: most tokens of a later observation's text; the rest is cut and the turn says so. None: all.
+        max_context: most tokens of a transcript; an action is cut there, and an episode without room for an
+            observation ends. None: the model's own `max_position_embeddings`, if it has one.
         context: "transcript" (the model sees all turns so far) or "turn" (each turn's prompt is its observation alone).
         echo: whether the words of later observations get the role ECHO.
         use_chat_template: see `ChatEncoder`.
         template_kwargs: see `ChatEncoder`.
+        deterministic: rows go on at points that the tokens alone decide, and wait there for their environments; False:
+            as soon as these answer.
+        env_timeout: seconds an environment has for an answer, after which its row fails. None: no bound, and
+            environments run in the caller's thread.
+        cache_bytes: most bytes of the rows' caches; rows wait where they would not fit. None: no bound.
+        weights: what is sampled from: "shared" (the model itself, the adapter beside its base) or "merged" (a
+            float16 copy with the adapter merged into it, renewed whenever the adapter has changed).
 
     Raises:
-        ValueError: a number is below 1, context is unknown, or a chat template is asked for that the tokenizer does
-            not have.
+        ValueError: a number is below 1, context is unknown, a chat template is asked for that the tokenizer does not
+            have, or the model cannot be played token by token.
     """
 
     def __init__(
@@ -60,24 +68,60 @@ class Engine:
         max_prompt_len: int | None = None,
         max_turns: int | None = None,
         max_observation_len: int | None = None,
+        max_context: int | None = None,
         context: Context = "transcript",
         echo: bool = False,
         use_chat_template: bool | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = True,
+        env_timeout: float | None = 60.0,
+        cache_bytes: int | None = None,
+        weights: Weights = "shared",
     ):
-        limits = {"max_prompt_len": max_prompt_len, "max_turns": max_turns, "max_observation_len": max_observation_len}
-        for name, value in {"width": width, **limits}.items():
+        if max_context is None:
+            max_context = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+        limits = {
+            "max_prompt_len": max_prompt_len,
+            "max_turns": max_turns,
+            "max_observation_len": max_observation_len,
+            "max_context": max_context,
+        }
+        for name, value in {"width": width, "cache_bytes": cache_bytes, **limits}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if env_timeout is not None and not env_timeout > 0:
+            raise ValueError(f"env_timeout must be above 0 seconds, or None for no bound, got {env_timeout}.")
         if context not in ("transcript", "turn"):
             raise ValueError(f"context must be 'transcript' or 'turn', got {context!r}.")
+        if weights not in ("shared", "merged"):
+            raise ValueError(f"weights must be 'shared' or 'merged', got {weights!r}.")
+        if mx.cuda.is_available():
+            flatten_quantized_rows(model)
+        verdict = audit(model)
+        name = getattr(getattr(model, "args", None), "model_type", type(model).__module__.rsplit(".", 1)[-1])
+        if not verdict.playable:
+            raise ValueError(f"a {name} model cannot be sampled from token by token: {verdict.reason}; use another.")
+        if not verdict.batched:
+            warnings.warn(f"a {name} model is played row by row: {verdict.reason.rstrip('.')}.", stacklevel=2)
         self.model, self.sampling = model, sampling
-        self.width = width if width == 1 or rows_are_independent(model) else 1
         self.encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template, template_kwargs=template_kwargs)
         self.limits = EpisodeLimits(sampling=sampling, context=context, echo=echo, **limits)
+        self.room = Room(
+            width=width if verdict.batched else 1,
+            ragged=verdict.ragged,
+            row_bytes=verdict.row_bytes,
+            regroup_share=CUDA_REGROUP_SHARE if mx.cuda.is_available() else 0.0,
+            cache_bytes=cache_bytes,
+        )
+        self.deterministic, self.env_timeout = deterministic, env_timeout
+        self.weights: Weights = weights
+        self._merged: MergedPolicy | None = None
         self.stats = RolloutStats()
-        self._readers: Counter[tuple[int, ...]] = Counter()
-        self._shared: dict[tuple[int, ...], list[Any]] = {}
+
+    @property
+    def width(self) -> int:
+        """Most rows that hold a cache at once; 1 for a model whose rows mix when they are batched."""
+        return self.room.width
 
     def rollout(self, requests: Sequence[RolloutRequest], *, policy_version: int = 0) -> list[Trajectory]:
         """Play every request to its end.
@@ -87,65 +131,27 @@ class Engine:
             policy_version: recorded in the trajectories.
 
         Returns:
-            A trajectory per request, in their order. An environment that raises costs its row only: see
+            A trajectory per request, in their order. An environment that raises or hangs costs its row only: see
             `Trajectory.error`.
         """
-        self.stats = RolloutStats()
         episodes = [Episode(request, self.encoder, self.limits) for request in requests]
-        waiting = deque(episode for episode in episodes if not episode.finished)
-        self._readers = Counter(tuple(episode.pending) for episode in waiting)
-        self._shared = {}  # the weights may have changed since: nothing that was read before is used again
-        batch, playing = DecodeBatch(self.model, self.sampling), []
-        while waiting or playing:
-            joining = [waiting.popleft() for _ in range(min(len(waiting), self.width - len(playing)))]
-            if joining:
-                self._join(batch, joining)
-                playing += joining
-            tokens, logprobs = batch.step()
-            staying, continuing = [], []
-            for row, (episode, token, logprob) in enumerate(zip(playing, tokens, logprobs, strict=True)):
-                if not episode.push(token, logprob):
-                    staying.append(row)
-                    continue
-                episode.end_turn()
-                if not episode.finished:
-                    if self.limits.context == "transcript":
-                        episode.cache = batch.extract(row)
-                    else:
-                        self._readers[tuple(episode.pending)] += 1
-                    continuing.append(episode)
-            batch.keep(staying)
-            waiting.extendleft(reversed(continuing))  # before those that have not begun: `width` rows hold a cache
-            playing = [playing[row] for row in staying]
-        self.stats.decode_forwards = batch.num_forwards
-        self.stats.sampled_tokens = sum(episode.num_drawn for episode in episodes)
+        play = Play(
+            self._sampled_from(),
+            episodes,
+            self.room,
+            deterministic=self.deterministic,
+            env_timeout=self.env_timeout,
+        )
+        play.run()
+        self.stats = play.stats
         return [episode.trajectory(policy_version) for episode in episodes]
 
-    def _join(self, batch: DecodeBatch, episodes: Sequence[Episode]) -> None:
-        caches = []
-        for episode in episodes:
-            if episode.cache is not None:
-                caches.append(self._prefill(episode.pending, episode.cache))
-                episode.cache = None  # the batch holds it now
-            else:
-                caches.append(self._read_once(tuple(episode.pending)))
-        batch.join(
-            caches,
-            inputs=[episode.pending[-1] for episode in episodes],
-            keys=[episode.request.key for episode in episodes],
-            positions=[episode.num_drawn for episode in episodes],
-        )
-
-    def _read_once(self, prompt: tuple[int, ...]) -> list[Any]:
-        """The cache of a prompt, kept from the first row that starts with it to the last."""
-        cache = self._shared.pop(prompt, None) or self._prefill(prompt)
-        self._readers[prompt] -= 1
-        if self._readers[prompt]:
-            self._shared[prompt] = cache
-        return cache
-
-    def _prefill(self, token_ids: Sequence[int], cache: list[Any] | None = None) -> list[Any]:
-        if len(token_ids) > 1:
-            self.stats.prefill_forwards += 1
-            self.stats.prefill_tokens += len(token_ids) - 1
-        return prefill(self.model, token_ids, cache)
+    def _sampled_from(self) -> nn.Module:
+        if self.weights == "shared":
+            self._merged = None
+            return self.model
+        if self._merged is None:
+            self._merged = MergedPolicy(self.model)
+        else:
+            self._merged.renew()
+        return self._merged.model

@@ -1,4 +1,4 @@
-"""One row on the host: the tokens so far, and the environment it plays in."""
+"""One episode on the host: the tokens so far, and the environment it is played in."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ class RolloutRequest:
         group_id: the group the trajectory belongs to.
         sample_index: the place within the group.
         key: 64-bit random key of the row.
+        sampling: how this row's tokens are drawn; None: as the engine draws.
     """
 
     task: Any
@@ -31,6 +32,7 @@ class RolloutRequest:
     group_id: int
     sample_index: int
     key: int
+    sampling: SamplingConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,18 @@ class EpisodeLimits:
     max_prompt_len: int | None = None
     max_turns: int | None = None
     max_observation_len: int | None = None
+    max_context: int | None = None
     context: Context = "transcript"
     echo: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the environment says: at first without, later with the result of a step."""
+
+    observation: str | Sequence[Message]
+    state_id: Hashable
+    result: StepResult | None = None
 
 
 @dataclass
@@ -54,12 +66,14 @@ class SegmentBuilder:
     turns: list[int] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
 
-    def append(self, token: int, role: Role, turn: int, logprob: float = 0.0) -> None:
-        """Add one token."""
-        self.token_ids.append(token)
-        self.roles.append(role)
-        self.turns.append(turn)
-        self.sampler_logprobs.append(logprob)
+    def extend(
+        self, token_ids: Sequence[int], roles: Sequence[Role], turn: int, logprobs: Sequence[float] | None = None
+    ) -> None:
+        """Add tokens of one turn."""
+        self.token_ids += token_ids
+        self.roles += roles
+        self.turns += [turn] * len(token_ids)
+        self.sampler_logprobs += [0.0] * len(token_ids) if logprobs is None else logprobs
 
     def build(self) -> Segment:
         """The finished arrays."""
@@ -71,25 +85,43 @@ class SegmentBuilder:
         )
 
 
-class Episode:
-    """Plays one request.
+class EnvironmentFailedError(Exception):
+    """User code raised, or returned what it must not; the message says where and what.
 
-    `pending` holds the tokens that the model has yet to read before it may speak; `cache` the row's own key-value
-    cache between turns, None where the row must be read from its start.
+    `result` is what the step gave before that, if anything.
+    """
+
+    result: StepResult | None = None
+
+    def __init__(self, where: str, error: BaseException):
+        super().__init__(f"{where} of the environment raised {type(error).__name__}: {error}")
+
+
+class Episode:
+    """Plays one request: `consult` asks the environment, `receive` takes its reply, `push` the model's tokens.
+
+    User code runs in `consult` alone, so that it may run in another thread, raise or hang.
     """
 
     def __init__(self, request: RolloutRequest, encoder: ChatEncoder, limits: EpisodeLimits):
         self.request, self.encoder, self.limits = request, encoder, limits
-        self.pending: list[int] = []
-        self.cache: list[Any] | None = None
+        self.sampling = request.sampling or limits.sampling
+        self.max_draws = 0
+        """Most tokens of this turn's action."""
         self.num_drawn = 0
+        """Tokens of all actions so far."""
+        self._environment: Environment | None = None
+        self._max_turns = 1
+        self._messages: list[Message] = []
         self._segment = SegmentBuilder()
         self._segments: list[Segment] = []
         self._turns: list[Turn] = []
         self._action: list[int] = []
+        self._logprobs: list[float] = []
+        self._action_text = ""
+        self._action_cut = False
         self._stop_reason: StopReason | None = None
         self._error: str | None = None
-        self._start()
 
     @property
     def finished(self) -> bool:
@@ -99,29 +131,75 @@ class Episode:
     @property
     def token_ids(self) -> list[int]:
         """The tokens of the current segment: what the model's next token is conditioned on."""
-        return self._segment.token_ids
+        return [*self._segment.token_ids, *self._action]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the current segment when this turn's action is as long as it may be."""
+        return len(self._segment.token_ids) + self.max_draws
+
+    @property
+    def on_last_turn(self) -> bool:
+        """Whether the episode is over after this turn, whatever the environment says."""
+        return len(self._turns) + 1 >= self._max_turns
+
+    @property
+    def starts_afresh(self) -> bool:
+        """Whether each turn is a segment of its own, read from its start."""
+        return self.limits.context == "turn" or self.encoder.rewrites_history
+
+    def consult(self) -> Reply:
+        """Ask the environment: for its first observation, later for its answer to the action.
+
+        Raises:
+            EnvironmentFailedError: it raised, or returned what it must not.
+        """
+        if self._environment is None:
+            self._environment = environment = _asked("make", self._make)
+            observation = _asked("reset", environment.reset)
+            _asked("reset", lambda: as_messages(observation))
+            return Reply(observation, _asked("state_id", lambda: self._state_of(observation)))
+        step = self._environment.step
+        result = _asked("step", lambda: as_step_result(step(self._action_text)))
+        if self._is_over(result):
+            return Reply(result.observation, None, result)
+        try:
+            return Reply(result.observation, _asked("state_id", lambda: self._state_of(result.observation)), result)
+        except EnvironmentFailedError as fault:
+            fault.result = result
+            raise
+
+    def receive(self, reply: Reply | EnvironmentFailedError) -> None:
+        """Take what `consult` gave; afterwards the episode is finished or the model is to speak."""
+        result = reply.result
+        is_over = result is not None and self._is_over(result)
+        if self._action:
+            self._end_turn(result)
+        if isinstance(reply, EnvironmentFailedError):
+            self._fail(StopReason.env_error, str(reply))
+        elif result is not None and is_over:
+            self._stop_reason = self._why_over(result)
+        else:
+            self._show(reply)
+
+    def time_out(self, seconds: float) -> None:
+        """The environment did not answer in time: the episode fails."""
+        if self._action:
+            self._end_turn(None)
+        self._fail(StopReason.timeout, f"the environment took longer than {seconds:g} s")
 
     def push(self, token: int, logprob: float) -> bool:
         """Record a sampled token; returns whether it ends the action."""
-        self._segment.append(token, Role.ACTION, len(self._turns), logprob)
         self._action.append(token)
+        self._logprobs.append(logprob)
         self.num_drawn += 1
-        return token in self.encoder.eos_ids or len(self._action) >= self.limits.sampling.max_tokens
+        ended = token in self.encoder.eos_ids or (bool(self.sampling.stop) and self._says_stop())
+        self._action_cut = not ended and len(self._action) >= self.max_draws
+        return ended or self._action_cut
 
-    def end_turn(self) -> None:
-        """Hand the action to the environment; afterwards the episode is finished or has tokens pending."""
-        text = self.encoder.text(self._action)
-        try:
-            result = as_step_result(self._environment.step(text))
-        except Exception as error:  # a user's environment may raise anything: the row fails, the run goes on
-            self._record_turn(text, reward=0.0, info={})
-            self._fail("step", error)
-            return
-        self._record_turn(text, reward=result.reward, info=dict(result.info))
-        if result.terminated or result.truncated or len(self._turns) >= self._max_turns:
-            self._stop_reason = self._why_over(result)
-        else:
-            self._continue_with(result.observation)
+    def end_action(self) -> None:
+        """The action is complete: from now on the environment can be consulted about it."""
+        self._action_text = self.encoder.text(self._action)
 
     def trajectory(self, policy_version: int) -> Trajectory:
         """The record of the finished episode."""
@@ -138,97 +216,100 @@ class Episode:
             error=self._error,
         )
 
-    def _start(self) -> None:
-        where = "make"
-        try:
-            self._environment = self.request.make()
-            most = self._environment.max_turns
-            if not isinstance(most, int) or most < 1:
-                raise ValueError(f"max_turns must be a whole number of at least 1, got {most!r}")
-            self._max_turns = min(most, self.limits.max_turns or most)
-            where = "reset"
-            observation = self._environment.reset()
-            messages = as_messages(observation)
-            where = "state_id"
-            state_id = self._ask_state(observation)
-            where = "the prompt"
-            prompt = self.encoder.prompt(messages)
-            if not prompt:
-                raise ValueError("it has no tokens, and the model needs one to go on from")
-        except Exception as error:  # likewise
-            self._fail(where, error)
-            return
-        limit = self.limits.max_prompt_len
-        if limit is not None and len(prompt) > limit:
-            self._stop_reason = StopReason.context
-            self._error = f"the prompt has {len(prompt)} tokens, max_prompt_len is {limit}"
-            return
-        self._show(observation, state_id)
-        self._read(prompt)
+    def _make(self) -> Environment:
+        environment = self.request.make()
+        most = environment.max_turns
+        if not isinstance(most, int) or most < 1:
+            raise ValueError(f"max_turns must be a whole number of at least 1, got {most!r}")
+        self._max_turns = min(most, self.limits.max_turns or most)
+        return environment
 
-    def _continue_with(self, observation: str | Sequence[Message]) -> None:
-        where, most = "state_id", self.limits.max_observation_len
-        try:
-            state_id = self._ask_state(observation)
-            where = "the observation"
-            if self.limits.context == "turn":
-                encoded = self.encoder.opening(observation, max_content=most)
-                if not encoded.token_ids:
-                    raise ValueError("it has no tokens, and the model needs one to go on from")
-            else:
-                encoded = self.encoder.observation(observation, after_eos=self._action_ended, max_content=most)
-        except Exception as error:  # likewise
-            self._fail(where, error)
-            return
-        if self.limits.context == "turn":
-            self._segments.append(self._segment.build())
-            self._segment = SegmentBuilder()
-            self._show(observation, state_id, cut=encoded.cut)
-            self._read(encoded.token_ids)
-            return
-        last_sampled = self._segment.token_ids[-1]  # the model has not read its own last token yet
-        self._show(observation, state_id, cut=encoded.cut)
-        self._read(encoded.token_ids, encoded.content)
-        self.pending = [last_sampled, *self.pending]
-
-    def _show(self, observation: str | Sequence[Message], state_id: Hashable, *, cut: bool = False) -> None:
-        self._observation, self._state_id, self._cut, self._action = observation, state_id, cut, []
-
-    def _read(self, token_ids: list[int], content: list[bool] | None = None) -> None:
-        for i, token in enumerate(token_ids):
-            is_echo = self.limits.echo and content is not None and content[i]
-            self._segment.append(token, Role.ECHO if is_echo else Role.MASKED, len(self._turns))
-        self.pending = token_ids
-
-    def _record_turn(self, text: str, *, reward: float, info: dict[str, object]) -> None:
-        end = len(self._segment.token_ids)
-        turn = Turn(
-            observation=self._observation,
-            state_id=self._state_id,
-            segment=len(self._segments),
-            span=(end - len(self._action), end),
-            action=text,
-            reward=reward,
-            info=info,
-            observation_cut=self._cut,
-            action_cut=not self._action_ended,
-        )
-        self._turns.append(turn)
-
-    @property
-    def _action_ended(self) -> bool:
-        return self._action[-1] in self.encoder.eos_ids
-
-    def _ask_state(self, observation: str | Sequence[Message]) -> Hashable:
+    def _state_of(self, observation: str | Sequence[Message]) -> Hashable:
+        assert self._environment is not None
         state_id = self._environment.state_id(observation)
         hash(state_id)  # an unhashable id fails here, in the environment's name
         return state_id
 
+    def _says_stop(self) -> bool:
+        """Whether the action's end spells a stop text; each token adds a byte or more, so that a tail is enough."""
+        longest = max(len(text.encode()) for text in self.sampling.stop)
+        tail = self.encoder.text(self._action[-longest - 4 :])
+        return any(text in tail for text in self.sampling.stop)
+
+    def _show(self, reply: Reply) -> None:
+        """Put the observation before the model: encode it, and see that it fits."""
+        first, messages = not self._turns, as_messages(reply.observation)
+        self._messages += messages
+        most = None if first else self.limits.max_observation_len
+        try:
+            if first or self.limits.context == "turn":
+                encoded = self.encoder.opening(reply.observation, max_content=most)
+            elif self.encoder.rewrites_history:
+                encoded = self.encoder.conversation(self._messages, max_content=most)
+            else:
+                after_eos = self._segment.token_ids[-1] in self.encoder.eos_ids
+                encoded = self.encoder.observation(reply.observation, after_eos=after_eos, max_content=most)
+            if (first or self.starts_afresh) and not encoded.token_ids:
+                raise ValueError("it has no tokens, and the model needs one to go on from")
+        except Exception as error:  # templates and tokenizers refuse what they cannot encode each in their own way
+            self._fail(
+                StopReason.env_error, str(EnvironmentFailedError("the prompt" if first else "the observation", error))
+            )
+            return
+        if not first and self.starts_afresh:
+            self._segments.append(self._segment.build())
+            self._segment = SegmentBuilder()
+        length = len(self._segment.token_ids) + len(encoded.token_ids)
+        for name, limit in (("max_prompt_len", self.limits.max_prompt_len), ("max_context", self.limits.max_context)):
+            if first and limit is not None and length > limit:
+                self._fail(StopReason.context, f"the prompt has {length} tokens, {name} is {limit}")
+                return
+        room = self.sampling.max_tokens if self.limits.max_context is None else self.limits.max_context - length
+        if room < 1:
+            self._stop_reason = StopReason.context
+            return
+        echoed = self.limits.echo and not first and not self.starts_afresh
+        roles = [Role.ECHO if echoed and is_content else Role.MASKED for is_content in encoded.content]
+        self._segment.extend(encoded.token_ids, roles, len(self._turns))
+        self._reply, self._observation_cut = reply, encoded.cut
+        self.max_draws = min(self.sampling.max_tokens, room)
+
+    def _end_turn(self, result: StepResult | None) -> None:
+        """Record the turn; a result of None: the environment did not answer as it should."""
+        self._segment.extend(self._action, [Role.ACTION] * len(self._action), len(self._turns), self._logprobs)
+        end = len(self._segment.token_ids)
+        self._turns.append(
+            Turn(
+                observation=self._reply.observation,
+                state_id=self._reply.state_id,
+                segment=len(self._segments),
+                span=(end - len(self._action), end),
+                action=self._action_text,
+                reward=0.0 if result is None else result.reward,
+                info={} if result is None else dict(result.info),
+                observation_cut=self._observation_cut,
+                action_cut=self._action_cut,
+            )
+        )
+        self._messages.append({"role": "assistant", "content": self._action_text})
+        self._action, self._logprobs = [], []
+
+    def _is_over(self, result: StepResult) -> bool:
+        return result.terminated or result.truncated or self.on_last_turn
+
     def _why_over(self, result: StepResult) -> StopReason:
         if self._max_turns == 1:
-            return StopReason.stop if self._action_ended else StopReason.length
+            if not self._action_cut:
+                return StopReason.stop
+            return StopReason.length if self.max_draws == self.sampling.max_tokens else StopReason.context
         return StopReason.env_done if result.terminated else StopReason.max_turns
 
-    def _fail(self, where: str, error: Exception) -> None:
-        self._stop_reason = StopReason.env_error
-        self._error = f"{where} of the environment raised {type(error).__name__}: {error}"
+    def _fail(self, reason: StopReason, error: str) -> None:
+        self._stop_reason, self._error = reason, error
+
+
+def _asked(where: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # user code may raise anything: the row fails, the run goes on
+        raise EnvironmentFailedError(where, error) from error

@@ -8,8 +8,8 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxrl.rollout.chat import ChatEncoder
-from mlxrl.rollout.episode import Episode, EpisodeLimits, RolloutRequest
-from mlxrl.rollout.sampling import SamplingConfig, draw
+from mlxrl.rollout.episode import EnvironmentFailedError, Episode, EpisodeLimits, RolloutRequest
+from mlxrl.rollout.sampling import draw
 from mlxrl.rollout.trajectory import Trajectory
 
 
@@ -36,17 +36,30 @@ def naive_rollout(
         Trajectories equal to `Engine.rollout` on the same requests, up to float rounding.
     """
     encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template, template_kwargs=template_kwargs)
-    return [_play(model, Episode(request, encoder, limits), limits.sampling) for request in requests]
+    return [_play(model, Episode(request, encoder, limits)) for request in requests]
 
 
-def _play(model: nn.Module, episode: Episode, sampling: SamplingConfig) -> Trajectory:
-    key_1_2 = mx.array([[episode.request.key & 0xFFFFFFFF, episode.request.key >> 32]], dtype=mx.uint32)
+def _play(model: nn.Module, episode: Episode) -> Trajectory:
+    key = episode.request.key
+    key_1_2 = mx.array([[key & 0xFFFFFFFF, key >> 32]], dtype=mx.uint32)
+    _ask(episode)
     while not episode.finished:
-        logits_1_V = model(mx.array([episode.token_ids]))[:, -1]
-        position_1 = mx.array([episode.num_drawn], dtype=mx.uint32)
-        token_1, logprob_1 = draw(logits_1_V, key_1_2, position_1, sampling)
-        token: Any = token_1.item()
-        logprob: Any = logprob_1.item()
-        if episode.push(token, logprob):
-            episode.end_turn()
+        ended = False
+        while not ended:
+            logits_1_V = model(mx.array([episode.token_ids]))[:, -1]
+            token_1, logprob_1 = draw(
+                logits_1_V, key_1_2, mx.array([episode.num_drawn], dtype=mx.uint32), episode.sampling
+            )
+            token: Any = token_1.item()
+            logprob: Any = logprob_1.item()
+            ended = episode.push(token, logprob)
+        episode.end_action()
+        _ask(episode)
     return episode.trajectory(policy_version=0)
+
+
+def _ask(episode: Episode) -> None:
+    try:
+        episode.receive(episode.consult())
+    except EnvironmentFailedError as fault:
+        episode.receive(fault)

@@ -1,7 +1,10 @@
 """Draw tokens: one key per row, so that a row's draws do not depend on its neighbours."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -16,6 +19,7 @@ class SamplingConfig:
         top_k: keep the top_k most likely tokens; 0 keeps all.
         min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1); 0 keeps all.
         max_tokens: tokens per action, at least 1.
+        stop: texts that end an action; the token that completes one is the action's last.
 
     Raises:
         ValueError: a value is out of its range.
@@ -26,6 +30,7 @@ class SamplingConfig:
     top_k: int = 0
     min_p: float = 0.0
     max_tokens: int = 256
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -38,6 +43,8 @@ class SamplingConfig:
             raise ValueError(f"min_p must be in [0, 1), got {self.min_p}.")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}.")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}.")
 
     @property
     def full_support(self) -> bool:
@@ -68,6 +75,41 @@ def draw(
         tokens_B = _categorical(logits_B_V, keys_B_2)
     chosen_B = mx.take_along_axis(logits_B_V, tokens_B[:, None], axis=-1)[:, 0]
     return tokens_B.astype(mx.int32), chosen_B - mx.logsumexp(logits_B_V, axis=-1)
+
+
+def draw_rows(
+    logits_B_V: mx.array, keys_B_2: mx.array, positions_B: mx.array, configs: Sequence[SamplingConfig]
+) -> tuple[mx.array, mx.array]:
+    """`draw`, where each row has settings of its own; rows of equal settings are drawn together.
+
+    Args:
+        logits_B_V: logits `[B, V]`.
+        keys_B_2: uint32 `[B, 2]`, the rows' keys.
+        positions_B: uint32 `[B]`, how many tokens the row has drawn before.
+        configs: a row's settings, B of them.
+
+    Returns:
+        As `draw`.
+    """
+    rows_of: dict[SamplingConfig, list[int]] = {}
+    for row, config in enumerate(configs):
+        rows_of.setdefault(replace(config, max_tokens=1, stop=()), []).append(row)  # these two are the host's business
+    if len(rows_of) == 1:
+        compiled = mx.default_device().type == mx.DeviceType.gpu  # there the number of kernels is what a draw costs
+        return _drawing(next(iter(rows_of)), compiled=compiled)(logits_B_V, keys_B_2, positions_B)
+    tokens, logprobs, order = [], [], []
+    for config, rows in rows_of.items():
+        index = mx.array(rows)
+        tokens_b, logprobs_b = draw(logits_B_V[index], keys_B_2[index], positions_B[index], config)
+        tokens, logprobs, order = [*tokens, tokens_b], [*logprobs, logprobs_b], [*order, *rows]
+    places_B = mx.argsort(mx.array(order))
+    return mx.concatenate(tokens)[places_B], mx.concatenate(logprobs)[places_B]
+
+
+@lru_cache(maxsize=16)
+def _drawing(config: SamplingConfig, *, compiled: bool) -> Callable[..., tuple[mx.array, mx.array]]:
+    function: Any = partial(draw, config=config)
+    return mx.compile(function) if compiled else function
 
 
 _categorical = mx.vmap(lambda logits_V, key_2: mx.random.categorical(logits_V, key=key_2))

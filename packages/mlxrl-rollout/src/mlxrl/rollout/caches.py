@@ -1,0 +1,137 @@
+"""The state that layers keep of what they have read, for several rows at once.
+
+mlx-lm's own batch caches do the work, whatever a layer keeps: keys and values, a sliding window, a recurrent state.
+Added is what rollouts need: no mask where no row is padded, and rows picked, repeated and put together without the
+host waiting for the device.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, make_prompt_cache
+
+Cache = list[Any]
+"""One entry a layer."""
+
+
+def new_cache(model: nn.Module, num_rows: int) -> Cache:
+    """An empty cache of `num_rows` rows.
+
+    Raises:
+        NotImplementedError: the model keeps a state that mlx-lm cannot batch.
+    """
+    layers = [make_prompt_cache(model) for _ in range(num_rows)]
+    for layer in layers[0]:
+        if not hasattr(layer, "merge"):
+            raise NotImplementedError(f"it keeps its state in a {type(layer).__name__}, which mlx-lm cannot batch")
+    return [_without_needless_masks(rows[0].merge(rows), num_rows) for rows in zip(*layers, strict=True)]
+
+
+def select(cache: Cache, rows: Sequence[int]) -> Cache:
+    """A new cache of the named rows, which may repeat; the old one stays as it is."""
+    index = mx.array(list(rows), dtype=mx.int32)
+    chosen = [_twin(layer) for layer in cache]
+    for layer in chosen:
+        layer.filter(index)
+    return chosen
+
+
+def join(caches: Sequence[Cache]) -> Cache:
+    """One cache of all rows, in their order. The first one is extended in place and returned."""
+    first, *others = caches
+    for other in others:
+        for layer, more in zip(first, other, strict=True):
+            layer.extend(more)
+    return first
+
+
+def arrays(cache: Cache) -> list[mx.array]:
+    """Every array of the cache, to be evaluated with what was computed from it."""
+    return [value for _, value in tree_flatten([layer.state for layer in cache]) if isinstance(value, mx.array)]
+
+
+def num_bytes(cache: Cache) -> int:
+    """Bytes that the cache holds, the room that it grows into included."""
+    return sum(layer.nbytes for layer in cache)
+
+
+def row_bytes(cache: Cache, num_tokens: int) -> int:
+    """Bytes that one row of `num_tokens` tokens keeps in a cache like this one, which has read something."""
+    return sum(_layer_row_bytes(layer, num_tokens) for layer in cache)
+
+
+class RowsKVCache(BatchKVCache):
+    """Keys and values of left-padded rows, whose padding the host knows too.
+
+    Rows of equal length need no mask: the fused attention kernels take none, or their own causal one.
+    """
+
+    def __init__(self, left_padding: list[int]):
+        super().__init__(left_padding)
+        self.host_padding = left_padding
+        self._host_right: list[int] | None = None
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **kwargs: Any) -> Any:
+        if return_array or window_size or any(self.host_padding):
+            return super().make_mask(N, return_array=return_array, window_size=window_size, **kwargs)
+        return None if N == 1 else "causal"
+
+    def prepare(self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None) -> None:
+        super().prepare(left_padding=left_padding, lengths=lengths, right_padding=right_padding)
+        if self._right_padding is not None:
+            self._host_right = list(right_padding)
+
+    def finalize(self) -> None:
+        super().finalize()
+        if self._host_right is not None:
+            self.host_padding = [left + right for left, right in zip(self.host_padding, self._host_right, strict=True)]
+            self._host_right = None
+
+    def filter(self, batch_indices: mx.array) -> None:
+        rows: Any = batch_indices.tolist()
+        padding = [self.host_padding[row] for row in rows]
+        needless = min(padding, default=0)
+        if self.keys is not None:  # what is written, without the padding that all share and the room to grow into
+            self.keys = self.keys[:, :, needless : self._idx][batch_indices]
+            self.values = self.values[:, :, needless : self._idx][batch_indices]
+            self._idx -= needless
+        self.offset = self.offset[batch_indices]
+        self.left_padding = self.left_padding[batch_indices] - needless
+        self.host_padding = [left - needless for left in padding]
+
+    def extend(self, other: "RowsKVCache") -> None:
+        longest = max(self._idx, other._idx)
+        padding = [longest - cache._idx + left for cache in (self, other) for left in cache.host_padding]
+        super().extend(other)
+        self.host_padding = padding
+
+
+def _without_needless_masks(layer: Any, num_rows: int) -> Any:
+    if type(layer) is BatchKVCache:
+        return RowsKVCache([0] * num_rows)
+    if isinstance(layer, ArraysCache):
+        layer.left_padding = None
+    if isinstance(layer, CacheList):
+        layer.caches = tuple(_without_needless_masks(inner, num_rows) for inner in layer.caches)
+    return layer
+
+
+def _twin(layer: Any) -> Any:
+    twin = copy(layer)
+    if isinstance(layer, CacheList):
+        twin.caches = tuple(map(_twin, layer.caches))
+    return twin
+
+
+def _layer_row_bytes(layer: Any, num_tokens: int) -> int:
+    if isinstance(layer, CacheList):
+        return sum(_layer_row_bytes(inner, num_tokens) for inner in layer.caches)
+    if isinstance(layer, ArraysCache):
+        return layer.nbytes // layer.batch_size
+    kept = min(num_tokens, getattr(layer, "max_size", num_tokens))  # a sliding window keeps no more
+    _, heads, _, key_width = layer.keys.shape
+    return kept * heads * (key_width + layer.values.shape[3]) * layer.keys.dtype.size

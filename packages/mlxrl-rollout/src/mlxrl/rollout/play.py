@@ -1,0 +1,311 @@
+"""One rollout from its first prompt to its last row: who reads, who decodes, who waits for an environment.
+
+The host runs one step behind the device: while a step is under way it reads the tokens of the one before, ends the rows
+that are over and hands their actions to the environments. Rows change places only between steps, at points that the
+tokens alone decide (`deterministic`), or as soon as environments answer.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+from mlxrl.rollout.caches import Cache, join, new_cache, num_bytes, select
+from mlxrl.rollout.decoder import DecodeBatch, Draws, Prefilled, Reader, Row, reading_plan
+from mlxrl.rollout.episode import EnvironmentFailedError, Episode
+from mlxrl.rollout.stage import OverrunError, Stage, Ticket
+
+
+@dataclass
+class RolloutStats:
+    """What a rollout cost.
+
+    Args:
+        decode_forwards: forward passes that read one token a row.
+        prefill_forwards: forward passes that read prompts and observations.
+        prefill_tokens: tokens that these read, padding not counted.
+        sampled_tokens: tokens of the trajectories' actions.
+        peak_rows: most rows whose cache existed at one time.
+        peak_cache_bytes: most bytes of such caches, the room that they grow into included.
+    """
+
+    decode_forwards: int = 0
+    prefill_forwards: int = 0
+    prefill_tokens: int = 0
+    sampled_tokens: int = 0
+    peak_rows: int = 0
+    peak_cache_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many rows there is room for, and when they change places.
+
+    Args:
+        width: most rows that hold a cache.
+        ragged: whether texts of different length may be read together.
+        regroup_share: rows leave and join the batch once this share of it has ended; 0: at once.
+        cache_bytes: most bytes of the caches; None: no bound.
+        row_bytes: bytes that a row of so many tokens keeps.
+    """
+
+    width: int
+    ragged: bool
+    row_bytes: Callable[[int], int]
+    regroup_share: float = 0.0
+    cache_bytes: int | None = None
+
+    def how_many_fit(self, staying: Sequence[Row], joining: Sequence[Row]) -> int:
+        """How many of those who would join fit beside those who stay; one always fits into an empty room.
+
+        A batch is as long as its longest row, so every row is counted at that length.
+        """
+        if self.cache_bytes is None:
+            return len(joining)
+        longest = max((row.episode.most_tokens for row in staying), default=0)
+        for fitting, row in enumerate(joining):
+            longest = max(longest, row.episode.most_tokens)
+            if (len(staying) + fitting + 1) * self.row_bytes(longest) > self.cache_bytes:
+                return fitting if staying else max(fitting, 1)
+        return len(joining)
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """A row's place in a cache that it may share with others."""
+
+    row: Row
+    cache: Cache
+    place: int
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """A row that waits for its environment; without a seat where its next turn is read from the start."""
+
+    row: Row
+    ticket: Ticket
+    since: int
+    seat: _Seat | None
+
+
+class Play:
+    """Plays episodes to their end. `Engine` says what is promised, this class shows how it is kept.
+
+    Args:
+        model: the weights to sample from.
+        episodes: what to play.
+        room: how many rows at a time.
+        deterministic: whether rows wait for their environments at points that the tokens alone decide.
+        env_timeout: seconds an environment has for an answer; None: as long as it takes, in this thread.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        episodes: Sequence[Episode],
+        room: Room,
+        *,
+        deterministic: bool = True,
+        env_timeout: float | None = None,
+    ):
+        self.model, self.episodes, self.room, self.deterministic = model, episodes, room, deterministic
+        self.stats = RolloutStats()
+        self._stage = Stage(env_timeout, len(episodes))
+        self._owners = {id(episode): owner for owner, episode in enumerate(episodes)}
+        self._reader = Reader(model)
+        self._batch = DecodeBatch(model)
+        self._unread: deque[Draws] = deque()
+        self._waiting: deque[Row] = deque()
+        self._parked: list[_Parked] = []
+        self._last_words: list[tuple[Episode, Ticket]] = []
+        self._readers: Counter[tuple[int, ...]] = Counter()
+        self._prompts: dict[tuple[int, ...], tuple[Prefilled, int]] = {}
+
+    def run(self) -> None:
+        """Play until every episode is finished."""
+        try:
+            self._open()
+            while self._waiting or self._parked or self._unread or self._num_live:
+                if self._regrouping_is_due():
+                    self._regroup()
+                launched = any(row.goes_on for row in self._batch.rows)
+                if launched:
+                    self._unread.append(self._batch.step())
+                while len(self._unread) > launched:  # what was launched last is still under way
+                    self._read(self._unread.popleft())
+            for episode, ticket in self._last_words:
+                self._hear(episode, ticket)
+        finally:
+            self._stage.close()
+        self.stats.decode_forwards = self._batch.num_steps
+        self.stats.sampled_tokens = sum(episode.num_drawn for episode in self.episodes)
+
+    @property
+    def _num_live(self) -> int:
+        return sum(not row.ended for row in self._batch.rows)
+
+    def _open(self) -> None:
+        """Every environment says its first words; the rows that can be answered queue up."""
+        tickets = [self._consult(episode) for episode in self.episodes]
+        for episode, ticket in zip(self.episodes, tickets, strict=True):
+            self._hear(episode, ticket)
+            if not episode.finished:
+                self._queue([Row(episode)])
+
+    def _consult(self, episode: Episode) -> Ticket:
+        return self._stage.submit(self._owners[id(episode)], episode.consult)
+
+    def _hear(self, episode: Episode, ticket: Ticket) -> None:
+        try:
+            episode.receive(self._stage.collect(ticket))
+        except EnvironmentFailedError as fault:
+            episode.receive(fault)
+        except OverrunError:
+            assert self._stage.timeout is not None
+            episode.time_out(self._stage.timeout)
+
+    def _queue(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
+        """Have rows read from their start when there is room, ahead of the others or behind them."""
+        self._readers.update(tuple(row.episode.token_ids) for row in rows)
+        if ahead:
+            self._waiting.extendleft(reversed(rows))
+        else:
+            self._waiting.extend(rows)
+
+    def _read(self, draws: Draws) -> None:
+        """Take what was drawn: rows whose action is complete end, and their environments are asked."""
+        tokens: Any = draws.tokens.tolist()
+        logprobs: Any = draws.logprobs.tolist()
+        going_on: list[tuple[Row, Ticket]] = []
+        for row, token, logprob in zip(draws.rows, tokens, logprobs, strict=True):
+            if row.ended or not row.episode.push(token, logprob):
+                continue
+            row.ended = True
+            row.episode.end_action()
+            ticket = self._consult(row.episode)
+            if row.episode.on_last_turn:
+                self._last_words.append((row.episode, ticket))
+            else:
+                going_on.append((row, ticket))
+        if going_on:
+            seats = self._seats([row for row, _ in going_on if not row.episode.starts_afresh])
+            self._parked += [
+                _Parked(row, ticket, self._batch.num_steps, seats.get(id(row))) for row, ticket in going_on
+            ]
+
+    def _seats(self, rows: Sequence[Row]) -> dict[int, _Seat]:
+        """Seats in a cache of their own: the batch goes on without them."""
+        if not rows:
+            return {}
+        places = {id(row): place for place, row in enumerate(self._batch.rows)}
+        cache = select(self._batch.cache, [places[id(row)] for row in rows])
+        return {id(row): _Seat(row, cache, place) for place, row in enumerate(rows)}
+
+    def _regrouping_is_due(self) -> bool:
+        num_rows, num_live = len(self._batch.rows), self._num_live
+        if num_live == 0:
+            return bool(self._waiting or self._parked)
+        due = len(self._due())
+        free = self.room.width - num_live - (len(self._parked) - due)
+        changes = max(num_rows - num_live, min(free, due + len(self._waiting)))
+        return changes >= max(1, self.room.regroup_share * num_rows)
+
+    def _due(self) -> list[_Parked]:
+        """The parked rows whose answer is taken at the next regrouping, and waited for if need be."""
+        if not self.deterministic:
+            return [parked for parked in self._parked if parked.ticket.answered]
+        if self._num_live == 0:
+            return self._parked
+        return [parked for parked in self._parked if parked.since < self._batch.num_steps]
+
+    def _regroup(self) -> None:
+        """Rows that have ended give their places to rows whose environment has answered, and then to new ones."""
+        keep = [place for place, row in enumerate(self._batch.rows) if not row.ended]
+        staying = [self._batch.rows[place] for place in keep]
+        if not staying and not self._waiting:
+            self._stage.wait_for_any([parked.ticket for parked in self._parked])
+        returning = self._take_answers()
+        free = max(0, self.room.width - len(staying) - len(self._parked))
+        joining = [*(seat.row for seat in returning), *self._waiting][:free]
+        fitting = self.room.how_many_fit(staying, joining)
+        self._queue([Row(seat.row.episode) for seat in returning[fitting:]], ahead=True)  # to be read again
+        returning = returning[:fitting]
+        new = [self._waiting.popleft() for _ in range(fitting - len(returning))]
+        draws = self._batch.regroup(keep, [*self._read_on(returning), *self._read_prompts(new)])
+        if draws is not None:
+            self._unread.append(draws)
+        self._count_caches()
+
+    def _take_answers(self) -> list[_Seat]:
+        """Hear the environments that are due; the seats of the rows that read on from where they are."""
+        due = self._due()
+        self._parked = [parked for parked in self._parked if parked not in due]
+        seats: list[_Seat] = []
+        afresh: list[Row] = []
+        for parked in due:
+            episode, num_read = parked.row.episode, parked.row.num_read
+            self._hear(episode, parked.ticket)
+            if episode.finished:
+                continue
+            if parked.seat is None or num_read == len(episode.token_ids):  # nothing new: read the last token again
+                afresh.append(Row(episode))
+            else:
+                seats.append(_Seat(Row(episode, num_read=num_read), parked.seat.cache, parked.seat.place))
+        self._queue(afresh, ahead=True)
+        return seats
+
+    def _read_on(self, seats: Sequence[_Seat]) -> Iterator[tuple[list[Row], Prefilled]]:
+        """Read what is new since the rows spoke last."""
+        new_tokens = [seat.row.episode.token_ids[seat.row.num_read :] for seat in seats]
+        for chunk in self._plan(new_tokens):
+            places_of: dict[int, list[int]] = {}
+            for i in chunk:
+                places_of.setdefault(id(seats[i].cache), []).append(i)
+            parts = [select(seats[group[0]].cache, [seats[i].place for i in group]) for group in places_of.values()]
+            order = [i for group in places_of.values() for i in group]
+            prefilled = self._read_in(join(parts), [new_tokens[i] for i in order])
+            rows = [seats[i].row for i in order]
+            for row in rows:
+                row.num_read = len(row.episode.token_ids)
+            yield rows, prefilled
+
+    def _read_prompts(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], Prefilled]]:
+        """Read each distinct prompt once, and give every row that starts with it a copy of its cache."""
+        prompts = [tuple(row.episode.token_ids) for row in rows]
+        unread = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._prompts]
+        for chunk in self._plan(unread):
+            texts = [unread[i] for i in chunk]
+            prefilled = self._read_in(new_cache(self.model, len(texts)), texts)
+            self._prompts.update({prompt: (prefilled, place) for place, prompt in enumerate(texts)})
+        rows_of: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            rows_of.setdefault(id(self._prompts[prompt][0]), []).append(i)
+        for group in rows_of.values():
+            prefilled = self._prompts[prompts[group[0]]][0]
+            places = [self._prompts[prompts[i]][1] for i in group]
+            for i in group:
+                rows[i].num_read = len(prompts[i])
+            yield [rows[i] for i in group], prefilled.select(places)
+        self._readers.subtract(prompts)
+        for prompt in dict.fromkeys(prompts):
+            if not self._readers[prompt]:
+                del self._prompts[prompt], self._readers[prompt]
+
+    def _plan(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        return reading_plan([len(text) for text in texts], ragged=self.room.ragged)
+
+    def _read_in(self, cache: Cache, texts: Sequence[Sequence[int]]) -> Prefilled:
+        self.stats.prefill_forwards += 1
+        self.stats.prefill_tokens += sum(map(len, texts))
+        return self._reader(cache, texts)
+
+    def _count_caches(self) -> None:
+        rows = len(self._batch.rows) + len(self._parked)
+        caches = {id(parked.seat.cache): parked.seat.cache for parked in self._parked if parked.seat is not None}
+        caches |= {id(prefilled): prefilled.cache for prefilled, _ in self._prompts.values()}
+        held = num_bytes(self._batch.cache) + sum(map(num_bytes, caches.values()))
+        self.stats.peak_rows = max(self.stats.peak_rows, rows)
+        self.stats.peak_cache_bytes = max(self.stats.peak_cache_bytes, held)

@@ -1,0 +1,137 @@
+"""Where environments run: in a few threads beside the decoding, each environment in one thread, against the clock."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+NUM_THREADS = 16
+# How often a waiting host looks whether a call has overrun, in seconds; an answer in time is never waited for.
+PATROL = 0.05
+
+
+class OverrunError(Exception):
+    """A call took longer than it was given; its thread is given up."""
+
+
+class Ticket:
+    """A call to be answered."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._call = call
+        self._done = threading.Event()
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+        self.started: float | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is something to collect."""
+        return self._done.is_set()
+
+    def run(self) -> None:
+        """Make the call."""
+        self.started = time.monotonic()
+        outcome, error = None, None
+        try:
+            outcome = self._call()
+        except BaseException as raised:  # handed to whoever collects the answer
+            error = raised
+        if not self.answered:  # else it overran, and nobody waits for it any more
+            self._outcome, self._error = outcome, error
+            self._done.set()
+
+    def overrun(self) -> None:
+        """Answer with `OverrunError`."""
+        self._error = OverrunError()
+        self._done.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the answer; returns whether it is there."""
+        return self._done.wait(seconds)
+
+    def result(self) -> Any:
+        """What the call returned; raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+
+class Stage:
+    """Makes calls in threads, those of one owner always in the same one.
+
+    A thread that hangs cannot be stopped: it is left behind, and another takes over what waits behind it. Threads are
+    daemons, so that one left behind does not keep the process alive.
+
+    Args:
+        timeout: seconds that a call may take; None makes every call at once, in the caller's thread.
+        num_owners: how many owners there will be; there are never more threads.
+    """
+
+    def __init__(self, timeout: float | None, num_owners: int):
+        self.timeout = timeout
+        self._threads = [] if timeout is None else [_Thread() for _ in range(min(num_owners, NUM_THREADS))]
+
+    def submit(self, owner: int, call: Callable[[], Any]) -> Ticket:
+        """Have a call made, after the earlier ones of its owner."""
+        ticket = Ticket(call)
+        if self.timeout is None:
+            ticket.run()
+        else:
+            self._threads[owner % len(self._threads)].tickets.put(ticket)
+        return ticket
+
+    def collect(self, ticket: Ticket) -> Any:
+        """Wait for a call's result.
+
+        Raises:
+            OverrunError: it did not come in time.
+            BaseException: what the call raised.
+        """
+        while not ticket.wait(PATROL):
+            self.patrol()
+        return ticket.result()
+
+    def wait_for_any(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until one of the calls has been answered."""
+        while not any(ticket.answered for ticket in tickets):
+            tickets[0].wait(PATROL)
+            self.patrol()
+
+    def patrol(self) -> None:
+        """Give up the threads whose call has overrun."""
+        for place, thread in enumerate(self._threads):
+            ticket = thread.current
+            if ticket is None or ticket.answered or ticket.started is None or self.timeout is None:
+                continue
+            if time.monotonic() - ticket.started > self.timeout:
+                self._threads[place] = thread.relieved()
+                ticket.overrun()
+
+    def close(self) -> None:
+        """Let every thread end as soon as its call does."""
+        for thread in self._threads:
+            thread.tickets.put(None)
+
+
+class _Thread:
+    def __init__(self) -> None:
+        self.tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self.current: Ticket | None = None
+        threading.Thread(target=self._work, name="mlxrl-environment", daemon=True).start()
+
+    def relieved(self) -> "_Thread":
+        """Another thread with the tickets that wait here; this one ends if its call ever does."""
+        other = _Thread()
+        while True:
+            try:
+                other.tickets.put(self.tickets.get_nowait())
+            except queue.Empty:
+                self.tickets.put(None)
+                return other
+
+    def _work(self) -> None:
+        while (ticket := self.tickets.get()) is not None:
+            self.current = ticket
+            ticket.run()
