@@ -425,19 +425,19 @@ CACHE_DIFFERS: dict[str, str] = {
     "phi3small": "a boolean mask is added to the scores: a full forward sees the future",
     "plamo3": "the mask lets a window of one more token through than the cache keeps",
 }
-# What the engine decodes one row after the other, and why, and what it refuses; the rest it decodes in batches.
+# What the engine decodes one row after the other, and why; what is in no table it decodes in batches.
 ROW_BY_ROW: dict[str, str] = {
     "afm7": "layers that reuse keys turn their queries to the padded length, not to the row's own",
-    "deepseek_v41": "its cache cannot be batched",
     "gemma2": "masks of rows are broadcast over heads",
     "gpt_bigcode": "learned positions take one offset for all rows",
-    "llama4": "its cache cannot be batched",
-    "longcat_flash_ngram": "the last tokens of rows are kept in arrays of different lengths",
+    "longcat_flash_ngram": "rows remember their last tokens, padding among them",
     "minimax_m3_vl": "key blocks are cut over padded places, not over the row's own",
-    "nemotron-nas": "a cache that is never written cannot be taken out of a batch",
-    "recurrent_gemma": "the first token of a text is told by there being no state",
 }
-REFUSED = set(CACHE_DIFFERS)
+REFUSED: dict[str, str] = {
+    **CACHE_DIFFERS,
+    "deepseek_v41": "its cache knows one row only",
+    "llama4": "its cache knows one row only",
+}
 
 
 def architecture_names() -> list[str]:
