@@ -25,6 +25,7 @@ def group_requests(
     seed: int = 0,
     step: int = 0,
     group_ids: Sequence[int] | None = None,
+    sampling: SamplingConfig | None = None,
 ) -> list[RolloutRequest]:
     """`group_size` requests for each task: one environment seed a group, one random key a sample.
 
@@ -35,6 +36,7 @@ def group_requests(
         seed: seed of the run.
         step: optimizer step; another step draws other samples of the same task.
         group_ids: one a task; by default 0, 1, 2, ...
+        sampling: how their tokens are drawn; None: as the engine draws.
 
     Raises:
         ValueError: group_size is below 1.
@@ -49,6 +51,7 @@ def group_requests(
             group_id=group_id,
             sample_index=sample,
             key=derive_key(seed, step, group_id, sample),
+            sampling=sampling,
         )
         for group_id, task in zip(group_ids, tasks, strict=True)
         for sample in range(group_size)
