@@ -73,7 +73,9 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
     """Print reward and accuracy of the base model and of the run's newest adapter on held-out tasks."""
     if not (folder / "config.toml").is_file():
         raise RunFolderError(f"{folder} holds no run: there is no config.toml.")
-    config = load_config(folder / "config.toml", {"eval.tasks": tasks, "eval.temperature": temperature})
+    # the policy itself is asked, with and without its adapter; a merged copy would be of one of the two
+    fields = {"eval.tasks": tasks, "eval.temperature": temperature, "rollout.weights": "shared"}
+    config = load_config(folder / "config.toml", fields)
     session = open_session(config)
     load_adapter(session.model, folder / "adapters")
     curriculum = session.curriculum
@@ -81,7 +83,12 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
 
     def play(name: str) -> None:
         outcome = evaluate(
-            session.eval_engine, curriculum.suite.make, curriculum.held_out, curriculum.rewards, seed=config.seed
+            session.engine,
+            curriculum.suite.make,
+            curriculum.held_out,
+            curriculum.rewards,
+            seed=config.seed,
+            sampling=session.eval_sampling,
         )
         console.print(
             f"{name:8} accuracy {outcome.accuracy:.3f}  reward {outcome.reward:.3f}  "

@@ -86,6 +86,22 @@ class RolloutConfig(Section):
     """Most rows that decode at once."""
     context: Literal["transcript", "turn"] = "transcript"
     """What a later turn sees: the whole transcript, or its observation alone."""
+    max_context: Positive | None = None
+    """Most tokens of a transcript: an action is cut there, and an episode without room for another observation ends.
+    By default what the model was made for, if its config says."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end an action; the token that completes one is the action's last."""
+    weights: Literal["shared", "merged", "auto"] = "shared"
+    """What rollouts sample from: the model with its adapter beside it, a dense copy with the adapter merged into it
+    (faster on some machines, for the memory of the copy), or the faster of the two, measured when the run starts."""
+    kv_budget_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Most GB (2^30 bytes) of the rows' caches; rows wait while theirs would not fit. Without one, width alone bounds
+    them."""
+    deterministic: bool = True
+    """Rows of several turns go on at points that the tokens alone decide; false: as soon as environments answer."""
+    env_timeout: Annotated[float, Field(ge=0)] = 60.0
+    """Seconds an environment has for an answer, after which its episode fails; 0 sets no bound, and environments then
+    run in the main thread, one after the other."""
 
 
 class DataConfig(Section):
@@ -239,6 +255,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"echo_alpha = {self.echo_alpha} has nothing to predict when rollout.context = 'turn', where every "
                 "observation is a prompt; set rollout.context = 'transcript'"
+            )
+        if self.rollout.max_context is not None and self.rollout.max_context <= self.max_prompt_len:
+            raise ValueError(
+                f"rollout.max_context = {self.rollout.max_context} leaves no room for an action after a prompt of "
+                f"max_prompt_len = {self.max_prompt_len} tokens; raise it or lower max_prompt_len"
             )
         if taken := RESERVED_TEMPLATE_KWARGS & self.chat_template_kwargs.keys():
             raise ValueError(f"chat_template_kwargs.{sorted(taken)[0]} is set by the engine itself; leave it out")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mlxrl.env import EnvFactory
-from mlxrl.rollout import Engine, Trajectory, group_requests
+from mlxrl.rollout import Engine, SamplingConfig, Trajectory, group_requests
 from mlxrl.train.metrics import mean
 from mlxrl.train.rewards import NamedReward, score_rewards
 
@@ -26,18 +26,26 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    engine: Engine, env_factory: EnvFactory, tasks: Sequence[Any], rewards: Sequence[NamedReward], *, seed: int = 0
+    engine: Engine,
+    env_factory: EnvFactory,
+    tasks: Sequence[Any],
+    rewards: Sequence[NamedReward],
+    *,
+    seed: int = 0,
+    sampling: SamplingConfig | None = None,
 ) -> Evaluation:
     """Play each task once.
 
     Args:
-        engine: the policy with its sampling; temperature 0 is greedy.
+        engine: plays them.
         env_factory: makes the environments.
         tasks: the tasks.
         rewards: how they are scored. A trajectory without a reward (failed, or all functions abstain) counts 0.
         seed: seed of environments and sampling.
+        sampling: how tokens are drawn, temperature 0 is greedy; None: as the engine draws.
     """
-    trajectories = score_rewards(engine.rollout(group_requests(tasks, env_factory, group_size=1, seed=seed)), rewards)
+    requests = group_requests(tasks, env_factory, group_size=1, seed=seed, sampling=sampling)
+    trajectories = score_rewards(engine.rollout(requests), rewards)
     full = sum(reward.weight for reward in rewards)
     earned = [0.0 if trajectory.reward is None else trajectory.reward for trajectory in trajectories]
     return Evaluation(

@@ -13,19 +13,24 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum) -> tuple[str, .
         config: the run.
         curriculum: what it learns.
     """
-    algorithm, turns = config.algorithm, curriculum.max_turns
+    algorithm, rollout, turns = config.algorithm, config.rollout, curriculum.max_turns
+    defaults, sequential = RolloutConfig(), config.rollout_mode == "sequential"
     updates = config.update.updates_per_batch * config.update.minibatches
     once = "acts only when ratios leave 1; set update.updates_per_batch or update.minibatches above 1"
     one_turn = "has no effect in episodes of one turn"
+    one_row = "has no effect when rollout_mode is 'sequential'"
     found = [
         (config.iogpu_wired_limit_mb and not mx.metal.is_available(), "iogpu_wired_limit_mb", "acts on Metal only"),
-        (
-            config.rollout_mode == "sequential" and config.rollout.width != RolloutConfig().width,
-            "rollout.width",
-            "has no effect when rollout_mode is 'sequential'",
-        ),
+        (sequential and rollout.width != defaults.width, "rollout.width", one_row),
+        (sequential and rollout.kv_budget_gb, "rollout.kv_budget_gb", one_row),
         (config.max_observation_len and turns == 1, "max_observation_len", one_turn),
-        (config.rollout.context == "turn" and turns == 1, "rollout.context", one_turn),
+        (rollout.context == "turn" and turns == 1, "rollout.context", one_turn),
+        (not rollout.deterministic and turns == 1, "rollout.deterministic", one_turn),
+        (
+            rollout.env_timeout != defaults.env_timeout and curriculum.single_turn,
+            "rollout.env_timeout",
+            "has no effect on plain prompts, which are nothing to wait for",
+        ),
         (config.echo_alpha and turns == 1, "echo_alpha", one_turn),
         ((config.max_turns or 0) > turns, "max_turns", f"is above the {turns} of the environment"),
         (

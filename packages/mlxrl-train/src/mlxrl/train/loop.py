@@ -150,7 +150,12 @@ def resumed_config(folder: str | Path, overrides: Mapping[str, Any] | None = Non
 def _evaluate(session: Session, folder: RunFolder, step: int) -> Evaluation:
     curriculum = session.curriculum
     evaluation = evaluate(
-        session.eval_engine, curriculum.suite.make, curriculum.held_out, curriculum.rewards, seed=session.config.seed
+        session.engine,
+        curriculum.suite.make,
+        curriculum.held_out,
+        curriculum.rewards,
+        seed=session.config.seed,
+        sampling=session.eval_sampling,
     )
     row = {"step": step, "tasks": len(curriculum.held_out), "temperature": session.config.eval.temperature}
     outcome = {"reward": evaluation.reward, "accuracy": evaluation.accuracy, "mean_length": evaluation.mean_length}

@@ -1,5 +1,7 @@
 """Everything live that a run works with, built from its config."""
 
+import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +34,6 @@ class Session:
     report: PolicyReport
     lora: LoRAConfig
     engine: Engine
-    eval_engine: Engine
     loader: TaskLoader
     algorithm: Algorithm
     rewards: tuple[NamedReward, ...]
@@ -43,6 +44,11 @@ class Session:
     pad_token_id: int
     inactive: tuple[str, ...]
     """Sentences about fields that are set and cannot act here."""
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """How evaluations draw tokens."""
+        return replace(self.engine.sampling, temperature=self.config.eval.temperature)
 
 
 def open_session(config: TrainConfig) -> Session:
@@ -71,6 +77,13 @@ def open_session(config: TrainConfig) -> Session:
     except (ModelError, ValueError) as error:
         raise ConfigError(str(error)) from error
     _check_bits(config, report)
+    if config.echo_alpha and curriculum.max_turns > 1 and engine.encoder.rewrites_history:
+        raise ConfigError(
+            f"echo_alpha = {config.echo_alpha} has nothing to predict: the chat template of model_id = "
+            f"{config.model_id!r} rewrites earlier turns, so that every observation is part of a prompt; set "
+            "echo_alpha = 0 or use_chat_template = false."
+        )
+    longest_prompt = min(config.max_prompt_len, (engine.limits.max_context or sys.maxsize) - 1)  # an action follows
     optimizer = make_optimizer(config.optimizer)
     optimizer.init(model.trainable_parameters())
 
@@ -79,7 +92,7 @@ def open_session(config: TrainConfig) -> Session:
         if prompt is None:
             return True
         try:
-            return len(engine.encoder.prompt(prompt)) <= config.max_prompt_len
+            return len(engine.encoder.prompt(prompt)) <= longest_prompt
         except Exception as error:  # chat templates and tokenizers refuse a prompt each in their own way
             raise ConfigError(
                 f"the prompt of task {getattr(task, 'id', task)!r} cannot be encoded "
@@ -87,6 +100,11 @@ def open_session(config: TrainConfig) -> Session:
             ) from error
 
     if not any(fits(task) for task in curriculum.train):
+        if longest_prompt < config.max_prompt_len:
+            raise ConfigError(
+                f"model_id = {config.model_id!r} was made for {engine.limits.max_context} tokens, which every prompt "
+                "fills; shorten the prompts, or set rollout.max_context if the model takes more."
+            )
         raise ConfigError(
             f"max_prompt_len = {config.max_prompt_len} is shorter than every prompt; raise it or shorten the prompts."
         )
@@ -98,7 +116,6 @@ def open_session(config: TrainConfig) -> Session:
         report=report,
         lora=lora,
         engine=engine,
-        eval_engine=_engine(config, model, tokenizer, temperature=config.eval.temperature),
         loader=TaskLoader(curriculum.train, config.seed, fits),
         algorithm=build_algorithm(config, max_turns=curriculum.max_turns),
         rewards=(*curriculum.rewards, *_shaping(config)),
@@ -110,24 +127,25 @@ def open_session(config: TrainConfig) -> Session:
     )
 
 
-def _engine(
-    config: TrainConfig, model: nn.Module, tokenizer: TokenizerWrapper, temperature: float | None = None
-) -> Engine:
-    sampling = SamplingConfig(max_tokens=config.max_completion_len, **config.sampling.model_dump())
-    if temperature is not None:
-        sampling = replace(sampling, temperature=temperature)
+def _engine(config: TrainConfig, model: nn.Module, tokenizer: TokenizerWrapper) -> Engine:
+    rollout = config.rollout
     return Engine(
         model,
         tokenizer,
-        sampling,
-        width=1 if config.rollout_mode == "sequential" else config.rollout.width,
+        SamplingConfig(max_tokens=config.max_completion_len, stop=rollout.stop, **config.sampling.model_dump()),
+        width=1 if config.rollout_mode == "sequential" else rollout.width,
         max_prompt_len=config.max_prompt_len,
         max_turns=config.max_turns,
         max_observation_len=config.max_observation_len,
-        context=config.rollout.context,
+        max_context=rollout.max_context,
+        context=rollout.context,
         echo=config.echo_alpha > 0,
         use_chat_template=config.use_chat_template,
         template_kwargs=dict(config.chat_template_kwargs),
+        deterministic=rollout.deterministic,
+        env_timeout=rollout.env_timeout or None,
+        cache_bytes=None if rollout.kv_budget_gb is None else math.ceil(rollout.kv_budget_gb * 2**30),
+        weights="shared" if rollout.weights == "auto" else rollout.weights,  # until the loop has measured both
     )
 
 

@@ -22,6 +22,7 @@ class Curriculum:
         held_out: the tasks to evaluate on, as many as the config asks for.
         rewards: the reward functions, weighted.
         max_turns: most turns of an episode.
+        single_turn: whether the environment is a plain prompt, which has nothing to do but to ask.
     """
 
     suite: Suite
@@ -29,6 +30,7 @@ class Curriculum:
     held_out: Sequence[Any]
     rewards: tuple[NamedReward, ...]
     max_turns: int
+    single_turn: bool
 
 
 def make_curriculum(config: TrainConfig) -> Curriculum:
@@ -68,12 +70,14 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
             f"algorithm.overlong_buffer = {buffer} exceeds the {longest} tokens that a trajectory may sample "
             "(turns x max_completion_len); lower it."
         )
+    single_turn = isinstance(environment, SingleTurnEnv)
     return Curriculum(
         suite=suite,
         train=train,
         held_out=held_out[: config.eval.tasks],
-        rewards=_rewards(config, suite, single_turn=isinstance(environment, SingleTurnEnv)),
+        rewards=_rewards(config, suite, single_turn=single_turn),
         max_turns=max_turns,
+        single_turn=single_turn,
     )
 
 
