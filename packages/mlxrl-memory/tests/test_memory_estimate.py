@@ -1,5 +1,6 @@
 """The estimate against hand-derived parts and measured peaks, and its monotonicity."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -116,6 +117,43 @@ def test_the_cache_holds_keys_and_values_in_steps_of_256():
     assert estimate(SMALL, RUN).kv_cache == 4 * 512 * position * 29 // 28 + 256 * position
 
 
+def test_a_budget_bounds_the_caches_of_the_rows():
+    # 114,688 bytes a position as above, 512 positions a row; a budget of one row and a half, which 4 rows may exceed
+    # by a step of 256 positions each
+    position, prefix = 28 * 2 * 8 * 128 * 2, 256 * 28 * 2 * 8 * 128 * 2
+
+    def rows(budget, **changes):
+        run = replace(RUN, **changes)
+        return (estimate(SMALL, replace(run, kv_budget_bytes=budget)).kv_cache - prefix) * 28 // 29
+
+    assert rows(768 * position) == (768 + 4 * 256) * position
+    # a budget above what 4 rows take bounds nothing, and below one row one row is let in
+    assert rows(4 * 512 * position) == rows(None) == 4 * 512 * position
+    assert rows(1, rollout_width=1) == rows(512 * position, rollout_width=1) == 512 * position
+
+
+def test_a_row_ends_at_its_context():
+    assert replace(RUN, max_context=300).sequence_length == 300
+    assert replace(RUN, max_context=1000).sequence_length == 512
+
+
+def test_a_merged_copy_is_counted_and_nothing_else_changes():
+    plain, merged = (estimate(SMALL, replace(RUN, has_merged_copy=on)) for on in (False, True))
+    assert (plain.merged_copy, merged.merged_copy) == (0, SMALL.merged_copy_bytes)
+    assert merged.peak - plain.peak == SMALL.merged_copy_bytes
+
+
+def test_texts_are_read_2048_positions_at_a_time():
+    # 4 prompts of 100 tokens in one pass; 40 of them fill the chunk, and so do the long transcripts of many turns
+    def activations(**changes):
+        # a model whose logits are few, so that reading is the worst moment
+        return estimate(MIXTURE, replace(RUN, max_completion_len=10, **changes)).rollout_activations
+
+    widest = max(block.forward_bytes(110, 2) for block in MIXTURE.blocks)
+    assert activations(groups_per_step=4) == math.ceil(4 * 100 * widest)
+    assert activations(groups_per_step=40) == math.ceil(2048 * widest)
+
+
 def test_a_sliding_window_bounds_its_blocks_of_the_cache():
     sliding, full = MIXTURE.blocks[:2]
     # 2 * 2 bytes * 64 channels a position; a window of 300 takes two steps of 256, 2000 positions take eight
@@ -153,9 +191,9 @@ def test_one_row_always_fits_a_micro_batch():
 
 
 def test_the_peak_is_the_sum_of_the_parts_with_the_larger_phase():
-    e = estimate(SMALL, RUN)
+    e = estimate(SMALL, replace(RUN, has_merged_copy=True))
     larger = max(e.kv_cache + e.rollout_activations, e.update_activations + e.head)
-    assert e.peak == e.weights + e.adapters + larger + e.overhead
+    assert e.peak == e.weights + e.merged_copy + e.adapters + larger + e.overhead
 
 
 def test_the_9b_model_stays_well_under_a_less_economical_engine():
@@ -189,14 +227,23 @@ COUNTS = {
     "groups_per_step": 32,
     "max_turns": 8,
     "max_observation_len": 500,
+    "max_context": 3000,
     "rollout_width": 300,
+    "kv_budget_bytes": 2**32,
     "micro_batch_size": 300,
     "max_tokens_per_micro_batch": 100_000,
     "lora_rank": 128,
     "optimizer_states": 4,
     "score_chunk": 3000,
 }
-OPTIONAL = ("rollout_width", "micro_batch_size", "max_tokens_per_micro_batch", "score_chunk")
+OPTIONAL = (
+    "max_context",
+    "rollout_width",
+    "kv_budget_bytes",
+    "micro_batch_size",
+    "max_tokens_per_micro_batch",
+    "score_chunk",
+)
 
 
 def run_shape(fields: dict[str, Any]) -> RunShape:
@@ -208,6 +255,7 @@ RUNS = st.fixed_dictionaries(
     | {
         "gradient_checkpointing": st.booleans(),
         "has_reference": st.booleans(),
+        "has_merged_copy": st.booleans(),
         "recurrence": st.sampled_from(["unrolled", "fused"]),
     }
 ).map(run_shape)

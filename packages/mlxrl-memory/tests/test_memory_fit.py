@@ -16,7 +16,10 @@ MODEL = ModelShape.from_config(known_config("mlx-community/Qwen3-0.6B-4bit") or 
 RUN = RunShape(
     group_size=8, groups_per_step=4, max_prompt_len=256, max_completion_len=768, gradient_checkpointing=False
 )
-ORDER = ["gradient_checkpointing", "max_tokens_per_micro_batch", "rollout_width", "group_size", "max_completion_len"]
+ORDER = [
+    "gradient_checkpointing", "max_tokens_per_micro_batch", "has_merged_copy", "kv_budget_bytes", "rollout_width",
+    "group_size", "max_completion_len",
+]  # fmt: skip
 
 
 def test_a_run_that_fits_is_returned_as_it_is():
@@ -42,6 +45,19 @@ def test_a_smaller_budget_cuts_micro_batches_before_it_touches_the_group():
     assert (result.run.group_size, result.run.max_completion_len) == (8, 768)
 
 
+def test_the_merged_copy_goes_before_rows_wait_and_rows_wait_before_the_rollout_narrows():
+    # of long rows the caches are what is large: 32 rows of 8192 + 2048 tokens
+    run = replace(RUN, max_prompt_len=2048, max_completion_len=8192, gradient_checkpointing=True, has_merged_copy=True)
+    run = replace(run, max_tokens_per_micro_batch=run.sequence_length)
+    peak = estimate(MODEL, run).peak
+    (first,) = fit(MODEL, run, peak - MODEL.merged_copy_bytes).proposals
+    assert (first.field, first.old, first.new) == ("has_merged_copy", True, False)
+    assert first.peak == peak - MODEL.merged_copy_bytes
+    _, second = fit(MODEL, run, first.peak - 1).proposals
+    # 32 rows of 10,240 positions of 114,688 bytes are 35 GiB; the next power of two is 32
+    assert (second.field, second.old, second.new) == ("kv_budget_bytes", None, 32 * GIB)
+
+
 def test_nothing_fits_a_budget_below_the_weights_and_the_smallest_shape_is_named():
     result = fit(MODEL, RUN, MODEL.weight_bytes)
     assert result.run is None
@@ -50,9 +66,20 @@ def test_nothing_fits_a_budget_below_the_weights_and_the_smallest_shape_is_named
 
 
 @settings(max_examples=60, deadline=None)
-@given(budget=st.integers(GIB // 2, 40 * GIB), checkpointing=st.booleans(), observation=st.integers(0, 300))
-def test_applying_the_proposals_gives_the_run_and_its_peak(budget, checkpointing, observation):
-    run = replace(RUN, gradient_checkpointing=checkpointing, max_turns=2, max_observation_len=observation)
+@given(
+    budget=st.integers(GIB // 2, 40 * GIB),
+    checkpointing=st.booleans(),
+    observation=st.integers(0, 300),
+    merged=st.booleans(),
+)
+def test_applying_the_proposals_gives_the_run_and_its_peak(budget, checkpointing, observation, merged):
+    run = replace(
+        RUN,
+        gradient_checkpointing=checkpointing,
+        max_turns=2,
+        max_observation_len=observation,
+        has_merged_copy=merged,
+    )
     result = fit(MODEL, run, budget)
     shape, peak = run, result.peak
     for proposal in result.proposals:

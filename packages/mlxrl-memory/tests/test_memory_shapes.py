@@ -126,6 +126,20 @@ def test_a_layer_with_its_own_quantization_is_counted_with_it():
     assert shape(quantization=own).weight_bytes - plain.weight_bytes == 64 * 128 * 4 // 8 + 6400 * 23 // 16
 
 
+def test_a_merged_copy_holds_what_is_adapted_packed_or_cast():
+    linears, tables = 2 * (DENSE_BLOCK - 2 * 64), 2 * 100 * 64
+    packed = {"quantization": {"group_size": 64, "bits": 4}}
+    # the linear layers of the blocks are adapted; in 16 bits both copies are float16
+    assert shape(dtype="float32").merged_copy_bytes == 4 * linears
+    assert shape(dtype="float16").merged_copy_bytes == 2 * linears
+    # packed tables become dense, a head that was never packed stays the model's own
+    assert shape(dtype="float32", **packed).merged_copy_bytes == 4 * (linears + tables)
+    unpacked = {"quantization": packed["quantization"] | {"lm_head": False}}
+    assert shape(dtype="float16", **unpacked).merged_copy_bytes == 2 * (linears + tables // 2)
+    # bfloat16 is cast to float16, norms and all
+    assert shape(dtype="bfloat16").merged_copy_bytes == shape(**packed).merged_copy_bytes == 2 * DENSE_TOTAL
+
+
 def test_lora_pairs_sit_on_every_linear_layer_of_every_block():
     # inputs + outputs: q, o 128 each; k, v 96 each; gate, up, down 192 each; rank 4, two blocks
     assert shape().lora_parameters(4) == 2 * 4 * (2 * 128 + 2 * 96 + 3 * 192)

@@ -36,7 +36,7 @@ HEAD_COPIES = 3  # logits, probabilities and their gradient while a chunk is rec
 # --- Rollout ---------------------------------------------------------------------------------------------------------
 CACHE_STEP = 256  # mlx-lm's caches grow in steps of 256 positions
 PREFIX_CACHES = 2  # prompts whose cache waits to be forked: the current group's and the next one's; assumed
-PREFILL_CHUNK = 2048  # mlx-lm prefills at most 2048 positions of a row at once
+PREFILL_CHUNK = 2048  # positions that one pass reads, of one row or of several together
 SAMPLER_COPIES = 3  # float32 [rows, vocabulary]: logits, log-probs, filtered or sorted; assumed
 
 # --- The rest --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class MemoryEstimate:
 
     Attributes:
         weights: the model, quantised or not; a reference needs no second copy.
+        merged_copy: the dense copy that rollouts sample from, where there is one.
         adapters: LoRA parameters, their gradients, and the optimizer's states.
         kv_cache: caches of all rows decoded at once.
         rollout_activations: the worst moment of prefill or of sampling.
@@ -38,6 +39,7 @@ class MemoryEstimate:
     """
 
     weights: int
+    merged_copy: int
     adapters: int
     kv_cache: int
     rollout_activations: int
@@ -58,16 +60,17 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """weights + adapters + max(rollout, update) + overhead."""
-        return self.weights + self.adapters + max(self.rollout, self.update) + self.overhead
+        """weights + merged_copy + adapters + max(rollout, update) + overhead."""
+        return self.weights + self.merged_copy + self.adapters + max(self.rollout, self.update) + self.overhead
 
 
 def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
     """Predicts the peak device memory of a run.
 
-        peak = weights + adapters + max(kv_cache + rollout_activations, update_activations + head) + overhead
+        peak = weights + merged_copy + adapters
+               + max(kv_cache + rollout_activations, update_activations + head) + overhead
 
-    The prediction never falls when rows, lengths, turns, width, micro-batch, rank, states or chunk grow.
+    The prediction never falls when rows, lengths, turns, width, cache budget, micro-batch, rank, states or chunk grow.
 
     Args:
         model: from `ModelShape.from_config` or `ModelShape.from_path`.
@@ -87,6 +90,7 @@ def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
     overhead = FIXED_OVERHEAD + run.rows * run.sequence_length * token_bytes + math.ceil(SLACK * moving)
     return MemoryEstimate(
         weights=model.weight_bytes,
+        merged_copy=model.merged_copy_bytes if run.has_merged_copy else 0,
         adapters=adapters,
         kv_cache=kv_cache,
         rollout_activations=rollout_activations,
@@ -98,19 +102,27 @@ def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
 
 
 def _kv_cache(model: ModelShape, run: RunShape) -> int:
-    """Rows in flight, prompts that wait to be forked, and the second copy of one block's cache while it grows."""
-    rows = [block.cache_bytes(run.sequence_length, model.dtype_bytes) for block in model.blocks]
-    prefixes = [block.cache_bytes(run.max_prompt_len, model.dtype_bytes) for block in model.blocks]
-    return run.width * (sum(rows) + max(rows)) + min(PREFIX_CACHES, run.groups_per_step) * sum(prefixes)
+    """Rows in flight, prompts that wait to be forked, and the second copy of one block's cache while it grows.
+
+    A budget counts tokens; each row of a batch that keeps to it may hold one step more than its tokens fill.
+    """
+    row = model.cache_bytes(run.sequence_length)
+    rows = run.width * row
+    if run.kv_budget_bytes is not None:
+        steps = sum(block.cache_bytes(1, model.dtype_bytes) for block in model.blocks if block.delta is None)
+        rows = min(rows, max(row, run.kv_budget_bytes + run.width * steps))
+    widest = max(block.cache_bytes(run.sequence_length, model.dtype_bytes) for block in model.blocks)
+    prefixes = min(PREFIX_CACHES, run.groups_per_step) * model.cache_bytes(run.max_prompt_len)
+    return rows + math.ceil(rows * widest / row) + prefixes
 
 
 def _rollout_activations(model: ModelShape, run: RunShape) -> int:
-    """The larger of one block's prefill and one step's logits; prompts come one by one, observations in a batch."""
-    observations = run.width * min(run.max_observation_len, PREFILL_CHUNK) if run.max_turns > 1 else 0
-    tokens = max(min(run.max_prompt_len, PREFILL_CHUNK), observations)
+    """The larger of one block's prefill and one step's logits; texts of several rows are read together."""
+    prompts = min(run.groups_per_step, run.width) * run.max_prompt_len
+    tokens = prompts if run.max_turns == 1 else max(prompts, run.width * run.sequence_length)
     widest = max(block.forward_bytes(run.sequence_length, model.dtype_bytes) for block in model.blocks)
     logits = SAMPLER_COPIES * FLOAT32_BYTES * run.width * model.vocab_size
-    return max(math.ceil(tokens * widest), logits)
+    return max(math.ceil(min(tokens, PREFILL_CHUNK) * widest), logits)
 
 
 def _update_activations(model: ModelShape, run: RunShape) -> int:

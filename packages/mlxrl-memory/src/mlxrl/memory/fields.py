@@ -47,9 +47,9 @@ class Fields:
             raise ValueError(f"config.json field {name!r} must be true or false, got {value!r}; correct the file.")
         return value
 
-    def dtype_bytes(self) -> int:
-        """Bytes of an element of `dtype` or `torch_dtype`; bfloat16 where neither is given."""
+    def dtype(self) -> str:
+        """`dtype` or `torch_dtype`; bfloat16 where neither is given."""
         name = str(self.get("dtype", "torch_dtype") or "bfloat16").removeprefix("torch.")
         if name not in DTYPE_BYTES:
             raise ValueError(f"config.json field 'dtype' must be one of {sorted(DTYPE_BYTES)}, got {name!r}; set one.")
-        return DTYPE_BYTES[name]
+        return name

@@ -48,9 +48,9 @@ class FitResult:
 def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
     """Looks for the first shape that fits, changing as little of the learning problem as it can.
 
-    The knobs, in order: gradient checkpointing on; fewer tokens per micro-batch; a narrower rollout (these three
-    leave the gradient as it is); a smaller group; shorter completions. The first knob that lowers the peak is turned
-    by one step (halved), until the run fits.
+    The knobs, in order: gradient checkpointing on; fewer tokens per micro-batch; no merged copy; a budget for the
+    caches; a narrower rollout (these five leave the gradient as it is); a smaller group; shorter completions. The first
+    knob that lowers the peak is turned by one step (halved), until the run fits.
 
     Args:
         model: the model's shape.
@@ -67,7 +67,9 @@ def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
     asked = peak = estimate(model, run).peak
     shape = run
     while peak > budget_bytes:
-        turned = ((step, estimate(model, step).peak) for knob in _KNOBS.values() if (step := knob(shape)) is not None)
+        turned = (
+            (step, estimate(model, step).peak) for knob in _KNOBS.values() if (step := knob(model, shape)) is not None
+        )
         lower = next(((step, lowered) for step, lowered in turned if lowered < peak), None)
         if lower is None:
             break
@@ -107,32 +109,46 @@ def _reason(asked: int, reached: int, budget: int) -> str:
     )
 
 
-def _checkpoint(run: RunShape) -> RunShape | None:
+def _checkpoint(model: ModelShape, run: RunShape) -> RunShape | None:
     return None if run.gradient_checkpointing else replace(run, gradient_checkpointing=True)
 
 
-def _fewer_tokens(run: RunShape) -> RunShape | None:
+def _fewer_tokens(model: ModelShape, run: RunShape) -> RunShape | None:
     tokens = max(run.sequence_length, run.micro_batch_tokens // 2)
     return replace(run, max_tokens_per_micro_batch=tokens) if tokens < run.micro_batch_tokens else None
 
 
-def _narrower(run: RunShape) -> RunShape | None:
+def _no_copy(model: ModelShape, run: RunShape) -> RunShape | None:
+    return replace(run, has_merged_copy=False) if run.has_merged_copy else None
+
+
+def _smaller_budget(model: ModelShape, run: RunShape) -> RunShape | None:
+    """The largest power of two below what the caches may hold now, as long as a row fits."""
+    row = model.cache_bytes(run.sequence_length)
+    held = run.width * row if run.kv_budget_bytes is None else run.kv_budget_bytes
+    budget = 1 << max(0, (held - 1).bit_length() - 1)
+    return replace(run, kv_budget_bytes=budget) if row <= budget < held else None
+
+
+def _narrower(model: ModelShape, run: RunShape) -> RunShape | None:
     return replace(run, rollout_width=run.width // 2) if run.width > 1 else None
 
 
-def _smaller_group(run: RunShape) -> RunShape | None:
+def _smaller_group(model: ModelShape, run: RunShape) -> RunShape | None:
     size = max(MIN_GROUP_SIZE, run.group_size // 2)
     return replace(run, group_size=size) if size < run.group_size else None
 
 
-def _shorter(run: RunShape) -> RunShape | None:
+def _shorter(model: ModelShape, run: RunShape) -> RunShape | None:
     length = max(MIN_COMPLETION_LEN, run.max_completion_len // 2)
     return replace(run, max_completion_len=length) if length < run.max_completion_len else None
 
 
-_KNOBS: dict[str, Callable[[RunShape], RunShape | None]] = {
+_KNOBS: dict[str, Callable[[ModelShape, RunShape], RunShape | None]] = {
     "gradient_checkpointing": _checkpoint,
     "max_tokens_per_micro_batch": _fewer_tokens,
+    "has_merged_copy": _no_copy,
+    "kv_budget_bytes": _smaller_budget,
     "rollout_width": _narrower,
     "group_size": _smaller_group,
     "max_completion_len": _shorter,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from mlxrl.memory.blocks import read_blocks
 from mlxrl.memory.families import FAMILIES, Family
-from mlxrl.memory.fields import Fields
+from mlxrl.memory.fields import DTYPE_BYTES, Fields
 from mlxrl.memory.layers import Block, Linear
 from mlxrl.memory.quantization import Quantization
 
@@ -25,7 +25,7 @@ class ModelShape:
         tied: whether the head is the embedding.
         head_bias: whether the head has a bias (Phi).
         final_norm: elements of the norm before the head.
-        dtype_bytes: bytes of an activation and of an element that is not quantised.
+        dtype: type of an activation and of an element that is not quantised, such as "bfloat16".
         quantization: how linear layers and embeddings are packed; None for a plain 16 or 32-bit model.
     """
 
@@ -36,7 +36,7 @@ class ModelShape:
     tied: bool
     head_bias: bool
     final_norm: int
-    dtype_bytes: int
+    dtype: str
     quantization: Quantization | None
 
     @classmethod
@@ -72,7 +72,7 @@ class ModelShape:
             tied=tied,
             head_bias=family.head_bias and not tied,
             final_norm=hidden * (1 + family.norm_bias),
-            dtype_bytes=fields.dtype_bytes(),
+            dtype=fields.dtype(),
             quantization=Quantization.from_config(cast("Mapping[str, Any]", packed)) if packed else None,
         )
 
@@ -104,6 +104,11 @@ class ModelShape:
         return self.model_type in FAMILIES
 
     @property
+    def dtype_bytes(self) -> int:
+        """Bytes of an activation and of an element that is not quantised."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
     def parameters(self) -> int:
         """Elements of all weights; a tied head counts once."""
         tables = sum(table.weights + table.bias_weights for table in self._tables())
@@ -116,6 +121,23 @@ class ModelShape:
         matrices += [(x, f"{index}.{x.name}") for index, block in enumerate(self.blocks) for x in block.linears]
         plain = self.parameters - sum(linear.weights for linear, _ in matrices)
         return plain * self.dtype_bytes + sum(self._matrix_bytes(linear, path) for linear, path in matrices)
+
+    @property
+    def merged_copy_bytes(self) -> int:
+        """Bytes that a dense copy with the adapters merged adds: float16 for a 16-bit model, float32 for a float32 one.
+
+        New are the weights that are adapted or quantised; of a bfloat16 model all others too, for they are cast.
+        """
+        if self.dtype == "bfloat16":
+            return self.dtype_bytes * self.parameters
+        adapted = sum(linear.weights for block in self.blocks for linear in block.linears)
+        packed = self.quantization
+        tables = sum(t.weights for t in self._tables() if packed is not None and packed.packs(t, t.name))
+        return self.dtype_bytes * (adapted + tables)
+
+    def cache_bytes(self, positions: int) -> int:
+        """Bytes of one row's cache when it holds `positions` tokens."""
+        return sum(block.cache_bytes(positions, self.dtype_bytes) for block in self.blocks)
 
     def lora_parameters(self, rank: int) -> int:
         """Elements of LoRA pairs of this rank on every linear layer of every block."""

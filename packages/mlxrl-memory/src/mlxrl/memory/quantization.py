@@ -52,12 +52,20 @@ class Quantization:
         }
         return cls(bits, group_size, str(config.get("mode", AFFINE)), overrides)
 
+    def packs(self, linear: Linear, path: str) -> bool:
+        """Whether `linear` is quantised; rows that do not divide into groups stay in the model's dtype."""
+        return self._of(linear, path) is not None
+
     def bytes_of(self, linear: Linear, path: str, dtype_bytes: int) -> int:
-        """Bytes of the matrices of `linear`; rows that do not divide into groups stay in the model's dtype."""
-        own = self.overrides.get(path, self)
-        if own is self and linear.router and self.bits < ROUTER_BITS:
-            own = Quantization(ROUTER_BITS, ROUTER_GROUP)
-        if own is None or linear.inputs % own.group_size:
+        """Bytes of the matrices of `linear`."""
+        own = self._of(linear, path)
+        if own is None:
             return dtype_bytes * linear.weights
         per_group = 2 * dtype_bytes if own.mode == AFFINE else 1
         return linear.weights * own.bits // 8 + linear.weights // own.group_size * per_group
+
+    def _of(self, linear: Linear, path: str) -> "Quantization | None":
+        own = self.overrides.get(path, self)
+        if own is self and linear.router and self.bits < ROUTER_BITS:
+            own = Quantization(ROUTER_BITS, ROUTER_GROUP)
+        return None if own is None or linear.inputs % own.group_size else own

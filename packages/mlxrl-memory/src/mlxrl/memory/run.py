@@ -17,7 +17,10 @@ class RunShape:
         groups_per_step: prompts per optimizer step.
         max_turns: answers in one row.
         max_observation_len: tokens of the longest observation between two answers.
+        max_context: tokens at which a row ends whatever its turns; None where only these bound it.
         rollout_width: rows decoded at once; None for all of a step.
+        kv_budget_bytes: most bytes of the rows' caches, though one row always fits; None for no bound.
+        has_merged_copy: whether rollouts sample from a dense copy of the model with the adapters merged into it.
         micro_batch_size: most rows in one backward pass; None for no cap.
         max_tokens_per_micro_batch: most tokens in one backward pass, though one row always fits; None for no cap.
         gradient_checkpointing: whether each block is recomputed in the backward pass.
@@ -35,7 +38,10 @@ class RunShape:
     groups_per_step: int = 1
     max_turns: int = 1
     max_observation_len: int = 0
+    max_context: int | None = None
     rollout_width: int | None = None
+    kv_budget_bytes: int | None = None
+    has_merged_copy: bool = False
     micro_batch_size: int | None = None
     max_tokens_per_micro_batch: int | None = None
     gradient_checkpointing: bool = True
@@ -63,12 +69,13 @@ class RunShape:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of the longest row: prompt + turns * completion + (turns - 1) * observation."""
-        return (
+        """Tokens of the longest row: prompt + turns * completion + (turns - 1) * observation, up to max_context."""
+        tokens = (
             self.max_prompt_len
             + self.max_turns * self.max_completion_len
             + (self.max_turns - 1) * self.max_observation_len
         )
+        return tokens if self.max_context is None else min(tokens, self.max_context)
 
     @property
     def rows(self) -> int:
