@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mlxrl.cli.bench import bench
+
 app = typer.Typer(
     help="Reinforcement learning of language models on MLX.",
     no_args_is_help=True,
@@ -15,6 +17,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(bench, name="bench")
 
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file; without one, the embedded default.")]
 Settings = Annotated[list[str], typer.Option("--set", help="KEY=VALUE for any field of the config; may be repeated.")]

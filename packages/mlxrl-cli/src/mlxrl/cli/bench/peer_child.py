@@ -1,0 +1,100 @@
+"""Run by `peer.PeerProcess` with inductive-mlxrl on its path: here `mlxrl` is that package, not ours.
+
+The first line on standard input is the setup; each later one names a path to take, and each is answered with a line.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+import json
+import os
+import sys
+import time
+from functools import partial
+from importlib.metadata import version
+
+import mlx.core as mx
+
+from mlxrl.policy import LoRAConfig, load_policy_with_lora
+from mlxrl.rollout import (
+    SamplingConfig,
+    generate_agentic_trajectories,
+    generate_group_rollouts,
+    generate_prefix_cached_group_rollouts,
+)
+
+
+def rollout_paths(work, common, sampling):
+    """What its `train` uses, its batched path plain and compiled, and the compiled one that does row after row."""
+    common = {
+        **common,
+        "prompts": work["prompts"],
+        "group_size": work["samples"],
+        "config": sampling,
+        "use_chat_template": False,
+    }
+    cached = partial(generate_prefix_cached_group_rollouts, **common)
+    paths = {
+        "train": partial(generate_group_rollouts, **common),
+        "batched": partial(cached, batch_groups=True),
+        "compiled": partial(cached, batch_groups=True, compile_decode_step=True),
+        "serial": partial(cached, compile_decode_step=True),
+    }
+    return paths, lambda completions: sum(len(completion.completion_tokens) for completion in completions)
+
+
+def multiturn_paths(work, common, sampling):
+    """What its `train` uses; there is no other."""
+    play = partial(
+        generate_agentic_trajectories,
+        **common,
+        env_factory=lambda task, seed, group_index: Answering(work["observation"], work["turns"]),
+        tasks=work["tasks"],
+        group_size=work["samples"],
+        sampling=sampling,
+    )
+    return {"train": play}, lambda episodes: sum(len(step.action_tokens) for e in episodes for step in e.steps)
+
+
+class Answering:
+    """Answers every action with the same text."""
+
+    def __init__(self, observation, turns):
+        self.observation, self.max_turns = observation, turns
+
+    def reset(self):
+        return self.observation
+
+    def step(self, action):
+        return self.observation, 0.0, False, {}
+
+    def state_id(self, observation):
+        return 0
+
+
+def main():
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever the package prints is no answer
+
+    def answer(message):
+        print(json.dumps(message), file=answers, flush=True)
+
+    setup = json.loads(sys.stdin.readline())
+    model, tokenizer, _ = load_policy_with_lora(setup["model"], LoRAConfig(rank=setup["rank"], scale=setup["scale"]))
+    tokenizer.eos_token = None
+    tokenizer.eos_token_ids = setup["ends"]
+    mx.random.seed(setup["seed"])
+    work, common = setup["work"], {"model": model, "tokenizer": tokenizer}
+    sampling = SamplingConfig(max_tokens=work["max_tokens"], temperature=work["temperature"], top_p=1.0)
+    make = {"rollout": rollout_paths, "multiturn": multiturn_paths}[setup["command"]]
+    paths, count = make(work, common, sampling)
+    answer({"version": version("inductive-mlxrl")})
+    for line in sys.stdin:
+        play = paths[json.loads(line)["path"]]
+        mx.reset_peak_memory()
+        started = time.perf_counter()
+        played = play()
+        mx.synchronize()
+        seconds = time.perf_counter() - started
+        answer({"tokens": count(played), "seconds": seconds, "peak_bytes": mx.get_peak_memory()})
+
+
+main()
