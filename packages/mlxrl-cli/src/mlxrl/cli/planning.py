@@ -9,9 +9,12 @@ from rich.table import Table
 
 from mlxrl.cli.configs import read_config
 from mlxrl.memory import human_bytes
-from mlxrl.train import ConfigError, Plan, TrainConfig, fitted_overrides, make_curriculum, make_plan
+from mlxrl.train import ConfigError, Plan, TrainConfig, config_field, make_curriculum, make_plan
 
 GB = 2**30
+PARTS = (
+    "weights", "merged_copy", "adapters", "kv_cache", "rollout_activations", "update_activations", "head", "overhead",
+)  # fmt: skip
 
 
 def run_plan(
@@ -40,18 +43,21 @@ def show_plan(console: Console, plan: Plan) -> None:
     table = Table(title="predicted device memory", title_justify="left", box=None, show_header=False, padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
-    for name in ("weights", "adapters", "kv_cache", "rollout_activations", "update_activations", "head", "overhead"):
+    for name in PARTS:
         table.add_row(name.replace("_", " "), human_bytes(getattr(parts, name)))
     table.add_row("peak", human_bytes(parts.peak), style="bold")
     console.print(table)
     console.print(
-        "peak = weights + adapters + overhead + the larger of rollout (cache, activations) and update", style="dim"
+        "peak = weights + merged copy + adapters + overhead + the larger of rollout (cache, activations) and update",
+        style="dim",
     )
     for note in parts.notes:
         console.print(f"note: {note}", style="dim", highlight=False)
     console.print(plan.fit.reason, highlight=False)
-    for (field, value), proposal in zip(fitted_overrides(plan).items(), plan.fit.proposals, strict=True):
+    for proposal in plan.fit.proposals:
+        field, old = config_field(proposal.field, proposal.old)
+        _, new = config_field(proposal.field, proposal.new)
         console.print(
-            f"  set {field} = {str(value).lower()} (was {str(proposal.old).lower()}): {human_bytes(proposal.peak)}",
+            f"  set {field} = {str(new).lower()} (was {str(old).lower()}): {human_bytes(proposal.peak)}",
             highlight=False,
         )

@@ -66,7 +66,7 @@ def run_train(
     for warning in warnings_of(config):
         warn(warning)
     with make_view(console, config) as view:
-        train(config, resume=resume, force=force, observer=view)
+        train(config, resume=resume, force=force, observer=view, available_bytes=plan.fit.budget)
 
 
 def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:

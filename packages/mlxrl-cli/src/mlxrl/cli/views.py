@@ -135,6 +135,8 @@ def describe_session(session: Session, folder: Path, first_step: int) -> list[st
         f"task     {config.env_name}: {len(curriculum.train)} tasks, rewarded by {rewards}",
         f"run      {config.algorithm.name}, {config.steps} steps of {groups}, seed {config.seed}, into {folder}",
     ]
+    if config.rollout.weights != "shared":
+        lines.append(f"sampler  {session.engine.weights} weights (rollout.weights = {config.rollout.weights!r})")
     if first_step:
         lines.append(f"         resumed from step {first_step}")
     return lines + [f"note     {reason}" for reason in session.inactive]

@@ -7,7 +7,7 @@ from mlxrl.train.config_file import config_schema, config_toml, load_config, mak
 from mlxrl.train.errors import ConfigError, DynamicSamplingError, RunError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
 from mlxrl.train.loop import Observer, TrainResult, resume, resumed_config, train
-from mlxrl.train.plan import Plan, fitted_overrides, make_plan
+from mlxrl.train.plan import Plan, config_field, fitted_overrides, make_plan
 from mlxrl.train.rewards import NamedReward, RewardError, score_rewards
 from mlxrl.train.session import Session, open_session
 from mlxrl.train.step import Step, train_step
@@ -34,6 +34,7 @@ __all__ = [
     "batch_from_rollouts",
     "batch_from_trajectories",
     "batch_gradient",
+    "config_field",
     "config_schema",
     "config_toml",
     "evaluate",

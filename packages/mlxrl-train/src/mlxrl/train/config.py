@@ -4,6 +4,7 @@ The config is data: `mlxrl.train.config_file` reads it from TOML, and `mlxrl.tra
 section into an algorithm.
 """
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -102,6 +103,11 @@ class RolloutConfig(Section):
     env_timeout: Annotated[float, Field(ge=0)] = 60.0
     """Seconds an environment has for an answer, after which its episode fails; 0 sets no bound, and environments then
     run in the main thread, one after the other."""
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """kv_budget_gb in bytes."""
+        return None if self.kv_budget_gb is None else math.ceil(self.kv_budget_gb * 2**30)
 
 
 class DataConfig(Section):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
-from mlxrl.rollout import Trajectory, group_requests
+from mlxrl.rollout import RolloutStats, Trajectory, group_requests
 from mlxrl.train.batch import trajectory_view
 from mlxrl.train.clock import Clock
 from mlxrl.train.rewards import charge_overlong, reward_table, score_rewards
@@ -21,11 +21,13 @@ class SampledGroups(NamedTuple):
         sampled: every trajectory, its reward shaped.
         kept: those to train on; empty where a filter kept none.
         dropped: groups that the algorithm's filter left out.
+        costs: what each draw's rollout cost.
     """
 
     sampled: list[Trajectory]
     kept: list[Trajectory]
     dropped: int
+    costs: list[RolloutStats]
 
 
 def sample_groups(session: Session, step: int, clock: Clock) -> SampledGroups:
@@ -42,18 +44,20 @@ def sample_groups(session: Session, step: int, clock: Clock) -> SampledGroups:
     config = session.config
     sampled: list[Trajectory] = []
     keep: list[bool] = []
+    costs: list[RolloutStats] = []
     for _ in range(config.algorithm.max_draws or MAX_DRAWS):
         missing = config.groups_per_step - _num_groups(list(compress(sampled, keep)))
         if missing == 0:
             break
         drawn = _draw(session, step, missing, clock)
         sampled += drawn
+        costs.append(session.engine.stats)
         keep += _judge(session, drawn)
     if config.algorithm.overlong_buffer is not None:
         length = session.curriculum.max_turns * config.max_completion_len
         sampled = charge_overlong(sampled, max_length=length, buffer=config.algorithm.overlong_buffer)
     kept = list(compress(sampled, keep))
-    return SampledGroups(sampled, kept, dropped=_num_groups(sampled) - _num_groups(kept))
+    return SampledGroups(sampled, kept, dropped=_num_groups(sampled) - _num_groups(kept), costs=costs)
 
 
 def _draw(session: Session, step: int, count: int, clock: Clock) -> list[Trajectory]:

@@ -55,6 +55,13 @@ class TaskLoader:
                 raise ValueError("every prompt is longer than max_prompt_len; raise it or shorten the prompts.")
         return groups
 
+    def peek(self, count: int) -> list[Group]:
+        """What `next` would give, which stays to be drawn."""
+        before = self.position, self.passed_over
+        groups = self.next(count)
+        self.position, self.passed_over = before
+        return groups
+
     def _at(self, position: int) -> Any:
         epoch, place = divmod(position, len(self.tasks))
         if self._order[0] != epoch:

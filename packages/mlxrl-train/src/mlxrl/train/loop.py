@@ -15,7 +15,8 @@ from mlxrl.train.files import read_lines
 from mlxrl.train.metrics import Metrics
 from mlxrl.train.records import save_batch, trajectory_record
 from mlxrl.train.rewards import RewardError
-from mlxrl.train.run_folder import RunFolder, RunState, open_run
+from mlxrl.train.rollout_weights import choose_weights, watch_mismatch
+from mlxrl.train.run_folder import CHOICE, RunFolder, RunState, open_run
 from mlxrl.train.session import Session, open_session
 from mlxrl.train.step import train_step
 
@@ -52,7 +53,12 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig, *, resume: bool = False, force: bool = False, observer: Observer | None = None
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    observer: Observer | None = None,
+    available_bytes: int | None = None,
 ) -> TrainResult:
     """Train a policy as the config says.
 
@@ -61,6 +67,7 @@ def train(
         resume: go on from the newest checkpoint of `config.output`.
         force: replace a run that is there.
         observer: is told what happens.
+        available_bytes: memory that rollout.weights = "auto" may count on; by default what this machine has.
 
     Raises:
         ConfigError: the config cannot be run.
@@ -77,6 +84,12 @@ def train(
         session.loader.position, session.loader.passed_over = state.position, state.passed_over
     else:
         folder.start(config)
+    if config.rollout.weights == "auto":
+        if state.rollout_weights is None:
+            choice = choose_weights(session, available_bytes=available_bytes)
+            state.rollout_weights = choice.weights
+            folder.log(folder.events, {"step": state.step, "event": CHOICE, **choice._asdict()})
+        session.engine.weights = state.rollout_weights
     if state.step == 0:
         folder.log(folder.events, *({"step": 0, "event": "inactive", "reason": why} for why in session.inactive))
     observer.on_start(session, folder.path, state.step)
@@ -102,8 +115,9 @@ def train(
         state.step += 1
         state.position, state.passed_over = session.loader.position, session.loader.passed_over
         count_faults(state, step)
+        mismatch = watch_mismatch(session, state, step.metrics)
         folder.log(folder.rollouts, *(trajectory_record(state.step, trajectory) for trajectory in step.groups.sampled))
-        folder.log(folder.events, *fault_events(step))
+        folder.log(folder.events, *fault_events(step), *mismatch)
         folder.log(folder.metrics, step.metrics)
         metrics.append(step.metrics)
         observer.on_step(step.metrics, step.groups.sampled)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from mlxrl.algo import is_constant
-from mlxrl.rollout import Trajectory
+from mlxrl.rollout import RolloutStats, Trajectory
 from mlxrl.train.rewards import NamedReward
 
 Metrics = dict[str, float]
@@ -41,6 +41,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
         values = [value for t in trajectories if (value := t.reward_parts.get(reward.name)) is not None]
         metrics[f"rewards/{reward.name}/mean"] = mean(values)
     return metrics
+
+
+def cost_metrics(costs: Sequence[RolloutStats]) -> Metrics:
+    """What the rollouts of a step took: forward passes that decode, tokens that were read, GB of the largest caches."""
+    return {
+        "rollout/decode_forwards": float(sum(cost.decode_forwards for cost in costs)),
+        "rollout/prefill_tokens": float(sum(cost.prefill_tokens for cost in costs)),
+        "rollout/peak_cache_gb": max(cost.peak_cache_bytes for cost in costs) / 2**30,
+    }
 
 
 def mean_metrics(steps: Sequence[Metrics]) -> Metrics:

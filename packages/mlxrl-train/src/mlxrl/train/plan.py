@@ -1,6 +1,6 @@
 """The memory preflight of a config: what the run will take, and what to turn down."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxrl.memory import FitResult, MemoryEstimate, ModelShape, RunShape, available_memory, estimate, fit, known_config
@@ -8,10 +8,12 @@ from mlxrl.policy import ModelError, find_model, read_config
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import ConfigError
 
-# Where a proposal's field lives in the config, when it has another name there.
+# Where a field of the run's shape lives in the config, when it has another name there.
 CONFIG_FIELDS = {
     "max_tokens_per_micro_batch": "update.max_tokens_per_micro_batch",
     "rollout_width": "rollout.width",
+    "kv_budget_bytes": "rollout.kv_budget_gb",
+    "has_merged_copy": "rollout.weights",
 }
 
 
@@ -21,7 +23,7 @@ class Plan:
 
     Args:
         model: shape of the model.
-        run: shape of the run.
+        run: shape of the run; without a merged copy where rollout.weights is "auto" and the copy does not fit.
         estimate: predicted bytes by part.
         fit: whether it fits the budget, and what to change where it does not.
     """
@@ -51,6 +53,8 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
         raise ConfigError(f"model_id = {config.model_id!r}: {error}") from error
     run = run_shape(config, max_turns=config.max_turns or max_turns)
     budget = available_memory() if available_bytes is None else available_bytes
+    if config.rollout.weights == "auto" and estimate(model, run).peak > budget:
+        run = replace(run, has_merged_copy=False)
     return Plan(model, run, estimate(model, run), fit(model, run, budget))
 
 
@@ -72,7 +76,10 @@ def run_shape(config: TrainConfig, *, max_turns: int) -> RunShape:
         groups_per_step=config.groups_per_step,
         max_turns=max_turns,
         max_observation_len=config.max_observation_len or (config.max_prompt_len if max_turns > 1 else 0),
+        max_context=config.rollout.max_context,
         rollout_width=1 if config.rollout_mode == "sequential" else min(config.rollout.width, rows),
+        kv_budget_bytes=config.rollout.cache_bytes,
+        has_merged_copy=config.rollout.weights != "shared",
         micro_batch_size=config.micro_batch_size,
         max_tokens_per_micro_batch=config.update.max_tokens_per_micro_batch,
         gradient_checkpointing=config.gradient_checkpointing,
@@ -83,4 +90,15 @@ def run_shape(config: TrainConfig, *, max_turns: int) -> RunShape:
 
 def fitted_overrides(plan: Plan) -> dict[str, Any]:
     """The config fields that make the run fit, for `load_config(overrides=...)`."""
-    return {CONFIG_FIELDS.get(proposal.field, proposal.field): proposal.new for proposal in plan.fit.proposals}
+    return dict(config_field(proposal.field, proposal.new) for proposal in plan.fit.proposals)
+
+
+def config_field(field: str, value: int | bool | None) -> tuple[str, Any]:
+    """A field of the run's shape and its value, as the config has them."""
+    if field == "has_merged_copy":
+        value_there: Any = "merged" if value else "shared"
+    elif field == "kv_budget_bytes" and value is not None:
+        value_there = value / 2**30
+    else:
+        value_there = value
+    return CONFIG_FIELDS.get(field, field), value_there

@@ -5,7 +5,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +19,8 @@ from mlxrl.train.errors import RunFolderError
 from mlxrl.train.files import append_lines, point_link, read_lines, remove, write_folder, write_text
 
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+CHOICE = "rollout_weights"
+"""Name of the event that a choice of the rollouts' weights was made."""
 # Fields that may change between a run and its continuation, for they change nothing of what the steps compute; `steps`
 # is one of them as long as the learning rate does not fall towards the last step.
 FREE_ON_RESUME = {"output", "eval", "checkpoint"}
@@ -35,6 +37,8 @@ class RunState:
         nonfinite_in_a_row: steps since the last whose policy and gradient were finite.
         uninformative_in_a_row: steps since the last in which a group was kept.
         unscored_in_a_row: steps since the last in which a trajectory had a reward.
+        rollout_weights: what rollouts sample from, where the config leaves it open and it has been chosen.
+        mismatched: whether the last step's sampler was too far from the policy.
     """
 
     step: int = 0
@@ -43,6 +47,8 @@ class RunState:
     nonfinite_in_a_row: int = 0
     uninformative_in_a_row: int = 0
     unscored_in_a_row: int = 0
+    rollout_weights: Literal["shared", "merged"] | None = None
+    mismatched: bool = False
 
 
 class RunFolder:
@@ -108,7 +114,7 @@ class RunFolder:
     def restore(self, config: TrainConfig, model: nn.Module, optimizer: optim.Optimizer) -> RunState:
         """Load the newest checkpoint into model and optimizer and forget what was logged after it.
 
-        A run that has no checkpoint yet starts over.
+        A run that has no checkpoint yet starts over; of its past stands what was measured at its start.
 
         Raises:
             RunFolderError: the checkpoint cannot be read, is damaged, or belongs to another config.
@@ -126,10 +132,12 @@ class RunFolder:
             )
         for file in self.logs:
             try:
-                kept = [row for row in read_lines(file) if saved and row["step"] <= state.step]
+                kept = [row for row in read_lines(file) if (row["step"] <= state.step if saved else _is_choice(row))]
             except (ValueError, KeyError, TypeError) as error:
                 raise RunFolderError(f"{file} is damaged ({error}); remove it to resume without its past.") from error
             write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+            if not saved and kept:
+                state.rollout_weights = kept[0]["weights"]
         write_text(self.config, config_toml(config))
         return state
 
@@ -172,6 +180,11 @@ class RunFolder:
 
 def _name(state: RunState) -> str:
     return f"step-{state.step:06d}"
+
+
+def _is_choice(row: dict[str, Any]) -> bool:
+    """Whether a line tells what was measured before the first step: measured again, it might come out otherwise."""
+    return row.get("event") == CHOICE and row["step"] == 0
 
 
 def _digest(file: Path) -> str:

@@ -1,6 +1,5 @@
 """Everything live that a run works with, built from its config."""
 
-import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,7 +143,7 @@ def _engine(config: TrainConfig, model: nn.Module, tokenizer: TokenizerWrapper) 
         template_kwargs=dict(config.chat_template_kwargs),
         deterministic=rollout.deterministic,
         env_timeout=rollout.env_timeout or None,
-        cache_bytes=None if rollout.kv_budget_gb is None else math.ceil(rollout.kv_budget_gb * 2**30),
+        cache_bytes=rollout.cache_bytes,
         weights="shared" if rollout.weights == "auto" else rollout.weights,  # until the loop has measured both
     )
 

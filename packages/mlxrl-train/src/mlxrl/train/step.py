@@ -13,7 +13,7 @@ from mlxrl.train.batch import TrainBatch, make_batch
 from mlxrl.train.clock import Clock
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.groups import SampledGroups, sample_groups
-from mlxrl.train.metrics import Metrics, mean_metrics, rollout_metrics
+from mlxrl.train.metrics import Metrics, cost_metrics, mean_metrics, rollout_metrics
 from mlxrl.train.optimizers import learning_rate
 from mlxrl.train.rewards import reward_table
 from mlxrl.train.session import Session
@@ -44,15 +44,18 @@ def train_step(session: Session, step: int) -> Step:
     with clock("score"):
         batch = _make_batch(session, groups.kept) if groups.kept else None
     with clock("update"):
-        taken = [_update(session, part, step) for part in _optimizer_batches(session, batch, step)]
+        taken = [_update(session, part, step) for part in _optimizer_batches(session, batch, step)] or [skipped_step()]
     mx.clear_cache()  # the next rollout has other shapes; what this step freed would only pile up
 
     metrics = {
         "step": step + 1,
         **rollout_metrics(groups.sampled, session.rewards),
         "groups_dropped": float(groups.dropped),
-        **mean_metrics(taken or [skipped_step()]),
+        **mean_metrics(taken),
         "lr": learning_rate(config.optimizer, step, config.steps),
+        **cost_metrics(groups.costs),
+        "rollout/merged": float(session.engine.weights == "merged"),
+        "rollout/mismatch": taken[0]["sampling_logp_difference/mean"],  # later updates move on from what was sampled
         "passed_over": float(session.loader.passed_over),
         "peak_memory_gb": mx.get_peak_memory() / 2**30,
         **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
