@@ -1,20 +1,27 @@
 """A model in two halves: the trunk (token ids to hidden states) and the head (hidden states to logits).
 
-The halves let a loss pay for the head only where a token is trained, and in chunks. The head is the model's own
-`__call__` run over a trunk that returns given hidden states, so logit scales, soft caps, tied embeddings, quantized
-heads and adapters act as the model defines them.
+The halves let a loss pay for the head only where a token is trained, and in chunks. Both are the model's own
+`__call__`: the trunk is a run whose logits are dropped before anything computes them, the head a run over a trunk that
+returns given hidden states. So masks, logit scales, soft caps, tied embeddings, quantized heads and adapters act as the
+model defines them.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 TRUNK_NAMES = ("model", "transformer", "backbone")
+BLOCKS_NAMES = ("layers", "h", "blocks")
 
-Trunk = Callable[[mx.array], mx.array]
 Head = Callable[[mx.array], mx.array]
+
+
+class Trunk(Protocol):
+    """Token ids `[B, T]`, and perhaps a cache that is extended in place, to hidden states `[B, T, D]`."""
+
+    def __call__(self, token_ids: mx.array, cache: Any = None) -> mx.array: ...
 
 
 def split_head(model: nn.Module) -> tuple[Trunk, Head] | None:
@@ -26,17 +33,22 @@ def split_head(model: nn.Module) -> tuple[Trunk, Head] | None:
         model: an mlx-lm causal language model.
 
     Returns:
-        `trunk(token_ids [B, T]) -> hidden [B, T, D]` and `head(hidden [..., D]) -> logits [..., V]`, or None.
+        `trunk(token_ids [B, T], cache=None) -> hidden [B, T, D]` and `head(hidden [..., D]) -> logits [..., V]`, or
+        None.
     """
     owner = _trunk_owner(model)
     if owner is None:
         return None
-    trunk, head = owner[_trunk_name(owner)], _head_of(owner)
+    trunk, head = _halves(owner)
     if not hasattr(model, "_head_is_separable"):
         tokens = mx.array([[0, 1, 2]])
-        whole, halves = model(tokens), head(trunk(tokens))
-        same = whole.shape == halves.shape and mx.allclose(whole, halves, rtol=1e-3, atol=1e-3).item()
-        object.__setattr__(model, "_head_is_separable", bool(same))
+        whole = model(tokens)
+        try:
+            halves = head(trunk(tokens))
+            same = whole.shape == halves.shape and bool(mx.allclose(whole, halves, rtol=1e-3, atol=1e-3).item())
+        except Exception:  # each model's code fails in its own way where its trunk is not what it seems
+            same = False
+        object.__setattr__(model, "_head_is_separable", same)
     return (trunk, head) if model._head_is_separable else None
 
 
@@ -46,33 +58,45 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(blocks)
 
 
-class _GivenHidden(nn.Module):
-    """Stands where the trunk stood: returns what it is given, and lends the trunk's embedding to a tied head."""
+class _Tap:
+    """Stands where the trunk stood: keeps what the trunk returns, or returns what it is given; lends all else."""
 
-    def __init__(self, trunk: nn.Module):
-        super().__init__()
-        object.__setattr__(self, "_trunk", trunk)
+    def __init__(self, trunk: nn.Module, hidden: mx.array | None = None):
+        self._trunk, self.hidden = trunk, hidden
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_trunk"), name)
+        return getattr(self._trunk, name)
 
-    def __call__(self, hidden: mx.array, *_: Any, **__: Any) -> mx.array:
-        return hidden
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.hidden is None:
+            self.hidden = self._trunk(*args, **kwargs)
+        return self.hidden
 
 
-def _head_of(owner: nn.Module) -> Head:
+def _halves(owner: nn.Module) -> tuple[Trunk, Head]:
     name = _trunk_name(owner)
-    twin = owner.__class__.__new__(owner.__class__)
-    twin.__dict__.update(owner.__dict__)
-    dict.update(twin, owner)
-    dict.__setitem__(twin, name, _GivenHidden(owner[name]))
+
+    def tapped(tap: _Tap) -> Any:
+        """The owner with the tap in place of its trunk; the owner itself stays as it is."""
+        twin = owner.__class__.__new__(owner.__class__)
+        twin.__dict__.update(owner.__dict__)
+        dict.update(twin, owner)
+        dict.__setitem__(twin, name, tap)
+        return twin
+
+    def trunk(token_ids: mx.array, cache: Any = None) -> Any:
+        tap = _Tap(owner[name])
+        tapped(tap)(token_ids, cache=cache)  # lazy: nothing reads the logits, so the head is not computed
+        return tap.hidden
 
     def head(hidden: mx.array) -> mx.array:
         shape = hidden.shape
-        logits = twin(hidden.reshape(1, -1, shape[-1]))
-        return logits.reshape(*shape[:-1], -1)
+        rows_1_N_D = hidden.reshape(1, -1, shape[-1])
+        unread_1_N = mx.zeros(rows_1_N_D.shape[:2], dtype=mx.int32)
+        logits_1_N_V = tapped(_Tap(owner[name], rows_1_N_D))(unread_1_N)
+        return logits_1_N_V.reshape(*shape[:-1], -1)
 
-    return head
+    return trunk, head
 
 
 def _trunk_owner(model: nn.Module) -> nn.Module | None:
@@ -89,6 +113,6 @@ def _trunk_owner(model: nn.Module) -> nn.Module | None:
 def _trunk_name(module: nn.Module) -> str:
     for name in TRUNK_NAMES:
         child = module.get(name)
-        if isinstance(child, nn.Module) and ("layers" in child or "h" in child):
+        if isinstance(child, nn.Module) and any(blocks in child for blocks in BLOCKS_NAMES):
             return name
     return ""
