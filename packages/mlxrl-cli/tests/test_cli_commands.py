@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,30 @@ def test_dry_run_shows_config_and_plan_and_writes_nothing(tmp_path):
     assert "steps = 7" in output
     assert "peak" in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_says_what_it_samples_from_and_its_plan_counts_the_copy(tmp_path):
+    merged = ["--set", "rollout.weights=merged"]
+    # most of the embedded model's 169 thousand float32 weights are in layers that carry an adapter
+    assert re.search(r"merged copy +0\.0 MiB", cli("plan", folder=tmp_path))
+    assert re.search(r"merged copy +0\.6 MiB", cli("plan", *merged, folder=tmp_path))
+    fast = [
+        "--steps",
+        2,
+        "--set",
+        "optimizer.learning_rate=0.05",
+        "--set",
+        "groups_per_step=2",
+        "--set",
+        "eval.tasks=0",
+    ]
+    output = cli("train", "--output", "run", *fast, *merged, folder=tmp_path)
+    assert "sampler  merged weights (rollout.weights = 'merged')" in output
+    assert rows(tmp_path / "run/metrics.jsonl")[0]["rollout/merged"] == 1.0
+    assert not all(row["skipped"] for row in rows(tmp_path / "run/metrics.jsonl"))
+    # base and trained are each asked for themselves, not a merged copy of one of the two for both
+    base, after = cli("eval", "run", "--tasks", 20, "--temperature", 1, folder=tmp_path).splitlines()
+    assert base.split(maxsplit=1)[1] != after.split(maxsplit=1)[1]
 
 
 def test_auto_fit_turns_the_run_down_until_it_fits(tmp_path):

@@ -37,6 +37,8 @@ def by_answer(prompts, completions, completion_ids, trajectories, answer, **colu
 """
 # Two rooms, whose name the environment tells; each turn pays for capital letters.
 ENVIRONMENT = """
+import time
+
 from mlxrl.env import StepResult
 
 
@@ -66,6 +68,17 @@ def rooms(task, seed, group_index):
 def failing(task, seed, group_index):
     # every third episode breaks, at its first, second or third turn
     return Rooms(task, 3, task % 3 if (task + group_index) % 3 == 0 else -1)
+
+
+class Thoughtful(Rooms):
+    def step(self, action):
+        time.sleep(0.3)
+        return super().step(action)
+
+
+def slow(task, seed, group_index):
+    # the first of each group takes its time
+    return (Rooms if group_index else Thoughtful)(task, 3, -1)
 """
 
 

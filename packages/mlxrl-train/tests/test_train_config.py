@@ -9,6 +9,7 @@ import re
 import mlx.core as mx
 import pytest
 
+from mlxrl.policy.testing import THINKING_TEMPLATE, character_tokenizer, make_tiny_model
 from mlxrl.train import (
     ConfigError,
     TrainConfig,
@@ -163,6 +164,26 @@ BAD = {
         'echo_alpha = 0.1\n[rollout]\ncontext = "turn"',
         r"echo_alpha = 0\.1 has nothing to predict when rollout\.context = 'turn'.*; set rollout\.context = .*\.",
     ),
+    "a context without room for an action": (
+        "max_prompt_len = 100\n[rollout]\nmax_context = 100",
+        r"rollout\.max_context = 100 leaves no room for an action after a prompt of max_prompt_len = 100 tokens; .*",
+    ),
+    "a stop text that is empty": (
+        '[rollout]\nstop = ["\\n", ""]',
+        r"rollout\.stop\.1: String should have at least 1 character, got '' \(str\)\.",
+    ),
+    "unknown weights": (
+        '[rollout]\nweights = "dense"',
+        r"rollout\.weights: should be 'shared', 'merged' or 'auto', got 'dense' \(str\)\.",
+    ),
+    "caches of no size": (
+        "[rollout]\nkv_budget_gb = 0.0",
+        r"rollout\.kv_budget_gb: should be greater than 0, got 0\.0 \(float\)\.",
+    ),
+    "a time below 0": (
+        "[rollout]\nenv_timeout = -1",
+        r"rollout\.env_timeout: should be greater than or equal to 0, got -1 \(int\)\.",
+    ),
     "arguments of a template that is off": (
         "use_chat_template = false\n[chat_template_kwargs]\nenable_thinking = false",
         r"chat_template_kwargs = .* has no effect with use_chat_template = false; leave one of them out\.",
@@ -303,6 +324,29 @@ def test_a_model_that_does_not_fit_the_config_is_refused(values, tmp_path):
     )
 
 
+def test_a_world_model_is_refused_where_the_template_rewrites_what_it_would_predict(rooms, values, tmp_path):
+    tokenizer = character_tokenizer(chat_template=THINKING_TEMPLATE)
+    model = str(make_tiny_model(tmp_path / "thinking", tokenizer=tokenizer))
+    with pytest.raises(
+        ConfigError, match=r"echo_alpha = 0\.1 has nothing to predict: .* rewrites .*; set echo_alpha = 0"
+    ):
+        open_session(make_config(rooms(model_id=model, echo_alpha=0.1)))
+    open_session(make_config(rooms(model_id=model, echo_alpha=0.1, use_chat_template=False)))
+    # in one turn there is no history, and the field is told to be idle
+    assert open_session(make_config(values(model_id=model, echo_alpha=0.1))).inactive[0].startswith("echo_alpha")
+
+
+def test_prompts_leave_room_for_an_action_in_the_context_of_the_model(values, tmp_path):
+    # prompts of 1 to 12 letters in 3 template tokens: 4 to 15 tokens, of a model that takes 8
+    model = str(make_tiny_model(tmp_path / "short", max_position_embeddings=8))
+    session = open_session(make_config(values(model_id=model)))
+    assert {len(group.task.prompt) for group in session.loader.next(12)} == {1, 2, 3, 4}
+    full = str(make_tiny_model(tmp_path / "full", max_position_embeddings=4))
+    with pytest.raises(ConfigError, match="was made for 4 tokens, which every prompt fills; shorten the prompts"):
+        open_session(make_config(values(model_id=full)))
+    open_session(make_config(values(model_id=full, max_prompt_len=15, rollout={"max_context": 20})))
+
+
 def test_a_config_written_as_toml_reads_back_as_it_was(tmp_path):
     configs = [
         make_config({"model_id": "m"}),
@@ -319,6 +363,7 @@ def test_a_config_written_as_toml_reads_back_as_it_was(tmp_path):
                 "algorithm": {"name": "dr_grpo", "drgrpo_normalize_rewards": True},
                 "echo_alpha": 0.01,
                 "max_turns": 3,
+                "rollout": {"stop": ["\n\n", "."], "weights": "auto", "kv_budget_gb": 1.5, "env_timeout": 0},
             }
         ),
     ]
@@ -403,6 +448,9 @@ def test_fields_that_cannot_act_in_a_run_are_told(values, rooms):
         "rollout.width",
         "rollout.context",
     ]
+    alone = values(rollout={"kv_budget_gb": 1.0, "deterministic": False, "env_timeout": 0.0}, rollout_mode="sequential")
+    assert told(alone) == ["rollout.kv_budget_gb", "rollout.deterministic", "rollout.env_timeout"]
+    assert told(rooms(rollout={"kv_budget_gb": 1.0, "deterministic": False, "env_timeout": 0.0})) == []
     assert told(values(algorithm={"name": "gspo", "gspo_importance": "token"})) == ["algorithm.gspo_importance"]
     assert told(rooms(max_turns=2, rollout={"context": "turn"}, eval={"tasks": 20}, max_observation_len=3)) == []
     assert told(rooms(eval={"tasks": 21})) == ["eval.tasks"]

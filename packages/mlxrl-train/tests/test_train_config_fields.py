@@ -5,6 +5,7 @@
 
 import json
 import shutil
+import string
 
 import pytest
 from pydantic import BaseModel
@@ -17,6 +18,7 @@ TWO = {"steps": 2}
 REUSED = {"update.updates_per_batch": 3, "optimizer.learning_rate": 0.1}
 CONSTANT = {"rewards": ({"name": "exact_match"},)}  # a random model never matches: every group's rewards are 0
 FILTERED = {"sampling.top_k": 2}  # rollouts are not drawn from the policy
+SLOW = {"env_name": "PROJECT/my_envs.py:slow"}
 HELD_OUT = {"data.eval_path": "PROJECT/tasks.jsonl", "eval.tasks": 2}
 
 # For each field: the environment, what the run is before the change (besides the base), the change, and where it shows.
@@ -114,6 +116,12 @@ CHANGES = {
     "update.max_grad_norm": ("jsonl", TWO, 0.001, "adapter"),
     "rollout.width": ("jsonl", {}, 2, "decoding"),
     "rollout.context": ("rooms", {}, "turn", "rollouts"),
+    "rollout.max_context": ("jsonl", {"max_prompt_len": 4}, 5, "rollouts"),
+    "rollout.stop": ("jsonl", {}, list(string.printable[:95]), "rollouts"),
+    "rollout.weights": ("jsonl", {}, "merged", "metrics"),
+    "rollout.kv_budget_gb": ("jsonl", {}, 1e-6, "decoding"),
+    "rollout.deterministic": ("rooms", SLOW, False, "decoding"),
+    "rollout.env_timeout": ("rooms", SLOW, 0.1, "rollouts"),
     "data.path": ("jsonl", {}, "PROJECT/others.jsonl", "rollouts"),
     "data.prompt_column": ("jsonl", {}, "other", "rollouts"),
     "data.answer_column": ("jsonl", {}, "other", "metrics"),
@@ -131,6 +139,7 @@ CHANGES = {
 # Fields that must change nothing of what is learned, only how it is computed.
 NEUTRAL = (
     "rollout_mode", "gradient_checkpointing", "micro_batch_size", "update.max_tokens_per_micro_batch", "rollout.width",
+    "rollout.kv_budget_gb", "rollout.deterministic",
 )  # fmt: skip
 
 
@@ -254,4 +263,5 @@ def test_changing_a_field_changes_what_it_says_it_does(outcomes, project, field)
     if field in NEUTRAL:
         assert second["rollouts"] == first["rollouts"]
         for ours, others in zip(second["metrics"], first["metrics"], strict=True):
-            assert ours == pytest.approx(others, rel=1e-3, abs=1e-5)
+            learned = [{k: v for k, v in row.items() if not k.startswith("rollout/")} for row in (ours, others)]
+            assert learned[0] == pytest.approx(learned[1], rel=1e-3, abs=1e-5)

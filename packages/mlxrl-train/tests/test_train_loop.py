@@ -273,7 +273,9 @@ def test_a_step_has_every_number_that_its_readers_know(values):
     metrics = train_step(open_session(make_config(values())), 0).metrics
     names = """step reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio entropy kl
         loss grad_norm lr clip_ratio sampling_logp_difference/mean sampling_logp_difference/max num_turns failed
-        num_tokens tokens_per_second peak_memory_gb time/rollout time/reward time/score time/update time/step"""
+        num_tokens tokens_per_second peak_memory_gb rollout/decode_forwards rollout/prefill_tokens
+        rollout/peak_cache_gb rollout/merged rollout/mismatch
+        time/rollout time/reward time/score time/update time/step"""
     assert set(names.split()) <= metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mlxrl.algo import make_algorithm
-from mlxrl.rollout import Role
+from mlxrl.rollout import Role, RolloutStats
 from mlxrl.train import NamedReward, Objective, batch_gradient, make_batch
-from mlxrl.train.metrics import mean_metrics, rollout_metrics
+from mlxrl.train.metrics import cost_metrics, mean_metrics, rollout_metrics
 
 
 def test_the_numbers_of_a_rollout_are_those_counted_by_hand(episode):
@@ -49,6 +49,16 @@ def test_rewards_that_are_equal_up_to_rounding_count_as_equal(episode):
     # 0.1 + 0.2 is 0.30000000000000004
     trajectories = [episode(0, (2,), reward=reward, seed=i) for i, reward in enumerate((0.3, 0.1 + 0.2))]
     assert rollout_metrics(trajectories, [])["frac_reward_zero_std"] == 1.0
+
+
+def test_the_cost_of_a_step_is_that_of_all_its_draws():
+    first = RolloutStats(decode_forwards=7, prefill_tokens=30, peak_cache_bytes=2**29)
+    second = RolloutStats(decode_forwards=2, prefill_tokens=12, peak_cache_bytes=2**28)
+    assert cost_metrics([first, second]) == {
+        "rollout/decode_forwards": 9.0,
+        "rollout/prefill_tokens": 42.0,
+        "rollout/peak_cache_gb": 0.5,  # they follow one another: the larger counts
+    }
 
 
 def test_steps_on_one_batch_are_averaged_their_maxima_taken_and_their_counts_summed():

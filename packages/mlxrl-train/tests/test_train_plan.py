@@ -2,8 +2,14 @@
 
 import json
 
+import mlx.core as mx
 import pytest
+from mlx_lm.utils import load_model, quantize_model
 
+from mlxrl.memory import ModelShape
+from mlxrl.policy import LoRAConfig, MergedPolicy
+from mlxrl.policy.lora import attach_lora
+from mlxrl.policy.testing import make_tiny_model
 from mlxrl.train import ConfigError, fitted_overrides, load_config, make_config, make_plan
 
 GB = 2**30
@@ -53,6 +59,8 @@ PEAKS = {
     "micro_batch_size": (1, "falls"),
     "update.max_tokens_per_micro_batch": (1024, "falls"),
     "gradient_checkpointing": (True, "falls"),
+    "rollout.max_context": (600, "falls"),
+    "rollout.weights": ("merged", "rises"),
 }
 
 
@@ -73,6 +81,7 @@ def test_the_plan_reads_how_wide_a_rollout_is():
         return make_plan(make_config(base | change), available_bytes=GB).estimate.kv_cache
 
     assert cache(rollout_mode="sequential") < cache(rollout={"width": 8}) < cache()
+    assert cache(rollout={"kv_budget_gb": 1.0}) < cache(rollout={"kv_budget_gb": 2.0}) < cache()
     # the environment's turns count where the config leaves them open, and so do its observations
     config = make_config(base)
     turns = [make_plan(config, max_turns=n, available_bytes=GB).run.sequence_length for n in (1, 3)]
@@ -80,6 +89,64 @@ def test_the_plan_reads_how_wide_a_rollout_is():
     assert make_plan(
         make_config(base | {"max_observation_len": 9}), max_turns=3, available_bytes=GB
     ).run.sequence_length == (512 + 3 * 256 + 2 * 9)
+
+
+def test_auto_plans_with_the_copy_where_it_fits_and_without_it_where_it_does_not():
+    def plan(weights, available_bytes=64 * GB):
+        fields = {"model_id": "mlx-community/Qwen3-0.6B-4bit", "rollout": {"weights": weights}}
+        return make_plan(make_config(fields), available_bytes=available_bytes)
+
+    shared, merged = plan("shared"), plan("merged")
+    # 596,049,920 parameters, all of them float16 in the copy
+    assert merged.estimate.merged_copy == merged.estimate.peak - shared.estimate.peak == 2 * 596_049_920
+    assert plan("auto") == merged
+    between = merged.estimate.peak - 1
+    assert plan("auto", between).estimate == shared.estimate
+    assert plan("auto", between).fit.fits
+    # a copy that was asked for is what is given up
+    refused = plan("merged", between)
+    assert not refused.fit.fits
+    assert "gradient_checkpointing" in fitted_overrides(refused)
+    checkpointed = {"model_id": "mlx-community/Qwen3-0.6B-4bit", "rollout": {"weights": "merged"}}
+    checkpointed |= {"gradient_checkpointing": True, "micro_batch_size": 1, "update": {"max_tokens_per_micro_batch": 1}}
+    smallest = make_plan(make_config(checkpointed), available_bytes=64 * GB)
+    fewer = make_plan(make_config(checkpointed), available_bytes=smallest.estimate.peak - 1)
+    assert fitted_overrides(fewer) == {"rollout.weights": "shared"}
+
+
+def test_a_budget_that_is_proposed_is_in_gb():
+    long = {"model_id": "mlx-community/Qwen3-0.6B-4bit", "max_completion_len": 8192, "gradient_checkpointing": True}
+    plan = make_plan(make_config(long), available_bytes=60 * GB)
+    overrides = fitted_overrides(plan)
+    # 64 rows of 512 + 8192 tokens of 114,688 bytes are 59.5 GB
+    assert overrides["rollout.kv_budget_gb"] == 32.0
+    assert make_plan(load_config(None, long | overrides), available_bytes=60 * GB).fit.fits
+
+
+COPIES = [
+    ("qwen3", None, "float32"),
+    ("qwen3", None, "float16"),
+    ("qwen3", None, "bfloat16"),
+    ("qwen3", 4, "float32"),
+    ("qwen3", 8, "bfloat16"),
+    ("llama", 4, "float16"),
+    ("qwen3_moe", None, "float32"),
+    ("qwen3_moe", 8, "bfloat16"),
+    ("qwen3_5", 4, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "bits", "dtype"), COPIES)
+def test_the_copy_takes_the_bytes_that_were_planned(tmp_path, architecture, bits, dtype):
+    folder = make_tiny_model(tmp_path / "model", architecture)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": dtype}
+    model, _ = load_model(folder)
+    model.set_dtype(getattr(mx, dtype))
+    if bits is not None:
+        model, config = quantize_model(model, config, group_size=32, bits=bits)
+    attach_lora(model, LoRAConfig(rank=2))
+    planned = ModelShape.from_config(config).merged_copy_bytes
+    assert MergedPolicy(model).nbytes == pytest.approx(planned, rel=0.01)
 
 
 def test_a_model_that_cannot_be_planned_is_named(tmp_path):
