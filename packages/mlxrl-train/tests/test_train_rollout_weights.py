@@ -201,8 +201,8 @@ def test_only_what_the_weights_may_have_caused_is_judged(values):
             found += watch_mismatch(session, state, {"rollout/mismatch": mismatch})
         return [event["step"] for event in found]
 
-    # 0.05 is still the policy; what comes back after a good step is told again; NaN is no policy
-    assert events_of(0.05, 0.06, 0.07, 0.01, 0.06, math.nan) == [2, 5]
+    # 0.1 is still the policy; what comes back after a good step is told again; NaN is no policy
+    assert events_of(0.1, 0.11, 0.2, 0.01, 0.11, math.nan) == [2, 5]
     assert events_of(math.nan) == [1]
     assert events_of(1.0, rollout={}) == []
     assert events_of(1.0, sampling={"top_k": 2}) == []
