@@ -140,6 +140,8 @@ class PeerContestant:
     def run(self) -> Result:
         """Let the child do the work; it times itself."""
         answer = self.process.ask({"path": self.path})
+        if "error" in answer:
+            raise ContestantError(answer["error"])
         return Result(answer["tokens"], answer["seconds"], None, answer["peak_bytes"])
 
 

@@ -91,7 +91,11 @@ def main():
         play = paths[json.loads(line)["path"]]
         mx.reset_peak_memory()
         started = time.perf_counter()
-        played = play()
+        try:
+            played = play()
+        except Exception as error:  # one path that breaks leaves the others
+            answer({"error": f"{type(error).__name__}: {error}"})
+            continue
         mx.synchronize()
         seconds = time.perf_counter() - started
         answer({"tokens": count(played), "seconds": seconds, "peak_bytes": mx.get_peak_memory()})

@@ -84,7 +84,7 @@ def show(console: Console, report: dict[str, Any], title: str) -> None:
     caption = f"medians of {rounds} rounds" if rounds > 1 else "one round"
     table = Table(box=None, padding=(0, 1), caption=caption, caption_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
-    for column in ("tokens/s", "mlxrl is", "seconds", "tokens", "forwards", "peak MiB"):
+    for column in ("tokens/s", "mlxrl is", "time s", "tokens", "forwards", "peak MiB"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["contestants"]:
         table.add_row(
