@@ -10,10 +10,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxrl.env import StepResult
+from mlxrl.policy import score, split_head
 from mlxrl.policy.testing import character_tokenizer
-from mlxrl.rollout import Engine, Role, SamplingConfig, group_requests
+from mlxrl.rollout import Engine, Role, SamplingConfig, audit, group_requests
 
-from .architectures import CACHE_DIFFERS, REFUSED, ROW_BY_ROW, UNBUILT, VOCAB, architecture_names, build
+from .architecture_configs import VOCAB
+from .architectures import CACHE_DIFFERS, REFUSED, ROW_BY_ROW, UNBUILT, UNSCORED, WHOLE, architecture_names, build
 
 TEMPERATURE, WIDTH = 0.7, 5
 # The end of an action is every eighth token, so that rows leave at different times.
@@ -47,6 +49,21 @@ def test_a_cache_says_what_a_full_forward_says(name):
     assert same == (name not in CACHE_DIFFERS)
 
 
+def test_scores_are_those_of_a_full_forward(name):
+    model, tokens_2_L = build(name), np.random.default_rng(0).integers(0, VOCAB, size=(2, 14))
+    assert (split_head(model) is None) == (name in WHOLE)
+    logits_2_L_V = np.array(model(mx.array(tokens_2_L[:, :-1])), dtype=np.float64)
+    logprobs_2_L_V = logits_2_L_V - np.logaddexp.reduce(logits_2_L_V, axis=-1, keepdims=True)
+    expected_2_L = np.take_along_axis(logprobs_2_L_V, tokens_2_L[:, 1:, None], axis=-1)[..., 0]
+    mask_2_L = np.broadcast_to(np.arange(14) > 0, (2, 14))
+    if name in UNSCORED:
+        with pytest.raises(AttributeError, match="_no_grad"):
+            score(model, tokens_2_L, mask_2_L)
+        return
+    scores = score(model, tokens_2_L, mask_2_L)
+    assert np.abs(np.array(scores.logprobs)[:, 1:] - expected_2_L).max() < 1e-3
+
+
 class Questions:
     """Asks its questions one after the other."""
 
@@ -78,14 +95,35 @@ def test_the_engine_is_exact_or_refuses(name):
             Engine(model, TOKENIZER, sampling, width=WIDTH)
         return
     engine = Engine(model, TOKENIZER, sampling, width=WIDTH, use_chat_template=False)
+    assert engine.width == (1 if name in ROW_BY_ROW else WIDTH)
+    assert largest_distance(engine) < 1e-3
+
+
+def test_what_the_audit_knows_is_what_it_says():
+    assert audit.REFUSED.keys() <= REFUSED
+    assert audit.ROW_BY_ROW.keys() <= ROW_BY_ROW
+
+
+@pytest.mark.parametrize("name", audit.ROW_BY_ROW)
+def test_a_known_fault_of_batches_is_still_there(name, monkeypatch):
+    # a fault that mlx-lm mends leaves the audit's table
+    monkeypatch.delitem(audit.ROW_BY_ROW, name)
+    model, sampling = build(name), SamplingConfig(temperature=TEMPERATURE, max_tokens=8)
+    engine = Engine(model, TOKENIZER, sampling, width=WIDTH, use_chat_template=False)
+    assert engine.width == 1 or largest_distance(engine) > 1e-2
+
+
+def largest_distance(engine):
+    """The largest difference between what was recorded of any token and what a full forward says of it."""
+    distances = []
     for episodes in (ONE_TURN, TWO_TURNS):
         requests = group_requests(episodes, lambda task, seed, member: Questions(*task), group_size=2)
         for trajectory in engine.rollout(requests):
             assert trajectory.error is None
             assert len(trajectory.turns) == len(trajectory.task)
             (segment,) = trajectory.segments
-            assert distance(model, segment) < 1e-3
-    assert engine.width == (1 if name in ROW_BY_ROW else WIDTH)
+            distances.append(distance(engine.model, segment))
+    return max(distances)
 
 
 def distance(model, segment):
