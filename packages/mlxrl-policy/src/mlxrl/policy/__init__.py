@@ -3,6 +3,7 @@
 from mlxrl.policy import _platform  # noqa: F401  (first: it explains a missing MLX)
 from mlxrl.policy.adapters import adapter_parameters, load_adapter, save_adapter
 from mlxrl.policy.checkpointing import checkpoint_blocks
+from mlxrl.policy.decoding import decoding
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head
 from mlxrl.policy.load import find_model, load_policy_with_lora, read_config, register_model
@@ -20,6 +21,7 @@ __all__ = [
     "adapter_parameters",
     "adapters_disabled",
     "checkpoint_blocks",
+    "decoding",
     "dropout_active",
     "find_model",
     "flatten_quantized_rows",

@@ -1,8 +1,8 @@
 """The state that layers keep of what they have read, for several rows at once.
 
-mlx-lm's own batch caches do the work, whatever a layer keeps: keys and values, a sliding window, a recurrent state.
-Added is what rollouts need: no mask where no row is padded, and rows picked, repeated and put together without the
-host waiting for the device.
+mlx-lm's own batch caches do the work, whatever a layer keeps. Added is what rollouts need of keys and values: no mask
+where no row is padded, rows picked, repeated and put together without the host waiting for the device, and a sliding
+window that stays in the order of time, so that sums over it do not depend on the neighbours.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, make_prompt_cache
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, make_prompt_cache
 
 Cache = list[Any]
 """One entry a layer."""
@@ -28,7 +29,7 @@ def new_cache(model: nn.Module, num_rows: int) -> Cache:
     for layer in layers[0]:
         if not hasattr(layer, "merge"):
             raise NotImplementedError(f"it keeps its state in a {type(layer).__name__}, which mlx-lm cannot batch")
-    return [_without_needless_masks(rows[0].merge(rows), num_rows) for rows in zip(*layers, strict=True)]
+    return [_of_rows(rows[0].merge(rows), num_rows) for rows in zip(*layers, strict=True)]
 
 
 def select(cache: Cache, rows: Sequence[int]) -> Cache:
@@ -49,9 +50,10 @@ def join(caches: Sequence[Cache]) -> Cache:
     return first
 
 
-def arrays(cache: Cache) -> list[mx.array]:
-    """Every array of the cache, to be evaluated with what was computed from it."""
-    return [value for _, value in tree_flatten([layer.state for layer in cache]) if isinstance(value, mx.array)]
+def loose_arrays(cache: Cache) -> list[mx.array]:
+    """The arrays that a step's result may not depend on: left alone, their graphs would grow from step to step."""
+    states = [layer.state for layer in cache if not isinstance(layer, RowsKVCache)]
+    return [value for _, value in tree_flatten(states) if isinstance(value, mx.array)]
 
 
 def num_bytes(cache: Cache) -> int:
@@ -110,13 +112,52 @@ class RowsKVCache(BatchKVCache):
         self.host_padding = padding
 
 
-def _without_needless_masks(layer: Any, num_rows: int) -> Any:
-    if type(layer) is BatchKVCache:
-        return RowsKVCache([0] * num_rows)
-    if isinstance(layer, ArraysCache):
-        layer.left_padding = None
+class WindowRowsKVCache(RowsKVCache):
+    """Keys and values of which a token sees the last `max_size`; what no token will see again is dropped now and then.
+
+    Rows end together, so that the window is the end of the buffer for all of them.
+    """
+
+    def __init__(self, max_size: int, left_padding: list[int]):
+        super().__init__(left_padding)
+        self.max_size = max_size
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start = self._start
+        super().update_and_fetch(keys, values)
+        seen = self.keys[:, :, start : self._idx], self.values[:, :, start : self._idx]
+        if start >= self.step:
+            self.keys, self.values = self.keys[:, :, start:], self.values[:, :, start:]
+            self._idx -= start
+            self.left_padding = mx.maximum(self.left_padding - start, 0)
+            self.host_padding = [max(left - start, 0) for left in self.host_padding]
+        return seen
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **kwargs: Any) -> Any:
+        window, start = window_size or self.max_size, self._start
+        is_padded = max(self.host_padding) > start
+        if not (return_array or is_padded or (window < self.max_size and self._idx + N > window)):
+            if N == 1:
+                return None
+            if self._idx + N <= window:
+                return "causal"
+        return create_causal_mask(N, self._idx - start, window, left_padding=self.left_padding - start)
+
+    @property
+    def _start(self) -> int:
+        """Where the window of the next token to come begins."""
+        return max(0, self._idx - self.max_size + 1)
+
+
+def _of_rows(layer: Any, num_rows: int) -> Any:
     if isinstance(layer, CacheList):
-        layer.caches = tuple(_without_needless_masks(inner, num_rows) for inner in layer.caches)
+        layer.caches = tuple(_of_rows(inner, num_rows) for inner in layer.caches)
+    elif isinstance(layer, BatchRotatingKVCache):
+        return WindowRowsKVCache(layer.max_size, [0] * num_rows)
+    elif isinstance(layer, BatchKVCache):
+        return RowsKVCache([0] * num_rows)
+    elif isinstance(layer, ArraysCache):
+        layer.left_padding = None
     return layer
 
 

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl.policy import split_head
-from mlxrl.rollout.caches import Cache, arrays, join, select
+from mlxrl.rollout.caches import Cache, join, loose_arrays, select
 from mlxrl.rollout.episode import Episode
-from mlxrl.rollout.sampling import draw_rows
+from mlxrl.rollout.sampling import Drawing, drawing
 
 # Tokens that one forward pass reads: bounds the activations of long prompts and of many.
 PREFILL_TOKENS = 2048
@@ -91,8 +91,8 @@ class Reader:
         padded: Any = [[*row, *[0] * pad] for row, pad in zip(token_ids, padding, strict=True)]
         tokens_B_T, start = mx.array(padded, dtype=mx.int32), 0
         while longest - start > PREFILL_TOKENS:  # one long row: `reading_plan` never puts several together
-            self._trunk(tokens_B_T[:, start : start + PREFILL_TOKENS], cache=cache)
-            mx.eval(arrays(cache))  # one piece's activations at a time
+            hidden = self._trunk(tokens_B_T[:, start : start + PREFILL_TOKENS], cache=cache)
+            mx.eval(hidden, loose_arrays(cache))  # one piece's activations at a time
             start += PREFILL_TOKENS
         hidden_B_T_D = self._trunk(tokens_B_T[:, start:], cache=cache)
         if any(padding):
@@ -101,7 +101,7 @@ class Reader:
         ends_B = mx.array(lengths) - start - 1
         last_B_D = hidden_B_T_D[mx.arange(len(lengths)), ends_B]
         logits_B_V = last_B_D if self._head is None else self._head(last_B_D)
-        mx.async_eval(logits_B_V, arrays(cache))
+        mx.async_eval(logits_B_V, loose_arrays(cache))
         return Prefilled(cache, logits_B_V)
 
 
@@ -139,17 +139,20 @@ class DecodeBatch:
     def __post_init__(self) -> None:
         self._inputs_B = mx.zeros(0, dtype=mx.int32)
         self._keys_B_2, self._positions_B = _keys_and_positions(self.rows)
+        self._drawing: Drawing | None = None
 
     def step(self) -> Draws:
         """Launch a forward pass and its draws; the host does not wait."""
+        self._drawing = self._drawing or drawing([row.episode.sampling for row in self.rows])
         logits_B_V = self.model(self._inputs_B[:, None], cache=self.cache)[:, -1]
-        draws = _draw(self.rows, logits_B_V, self._keys_B_2, self._positions_B)
-        self._inputs_B, self._positions_B = draws.tokens, self._positions_B + 1
+        tokens_B, logprobs_B = self._drawing(logits_B_V, self._keys_B_2, self._positions_B)
+        mx.async_eval(tokens_B, logprobs_B, loose_arrays(self.cache))
+        self._inputs_B, self._positions_B = tokens_B, self._positions_B + 1
         for row in self.rows:
             row.num_read += 1
+            row.num_drawn += 1
         self.num_steps += 1
-        mx.async_eval(draws.tokens, draws.logprobs, arrays(self.cache))
-        return draws
+        return Draws(self.rows, tokens_B, logprobs_B)
 
     def regroup(self, keep: Sequence[int], joining: Sequence[tuple[list[Row], Prefilled]]) -> Draws | None:
         """Drop all rows but those to keep, add those that have been read, and launch the first draw of these.
@@ -166,20 +169,17 @@ class DecodeBatch:
         if joining:
             new = [row for rows, _ in joining for row in rows]
             logits_B_V = mx.concatenate([prefilled.logits for _, prefilled in joining])
-            draws = _draw(new, logits_B_V, *_keys_and_positions(new))
+            draw = drawing([row.episode.sampling for row in new])
+            draws = Draws(new, *draw(logits_B_V, *_keys_and_positions(new)))
+            for row in new:
+                row.num_drawn += 1
             self.cache = join([*([self.cache] if self.rows else []), *(prefilled.cache for _, prefilled in joining)])
             self.rows = [*self.rows, *new]
             self._inputs_B = mx.concatenate([self._inputs_B, draws.tokens])
-            mx.async_eval(draws.tokens, draws.logprobs, arrays(self.cache))
+            mx.async_eval(draws.tokens, draws.logprobs, loose_arrays(self.cache))
         self._keys_B_2, self._positions_B = _keys_and_positions(self.rows)
+        self._drawing = None
         return draws
-
-
-def _draw(rows: Sequence[Row], logits_B_V: mx.array, keys_B_2: mx.array, positions_B: mx.array) -> Draws:
-    tokens_B, logprobs_B = draw_rows(logits_B_V, keys_B_2, positions_B, [row.episode.sampling for row in rows])
-    for row in rows:
-        row.num_drawn += 1
-    return Draws(list(rows), tokens_B, logprobs_B)
 
 
 def _keys_and_positions(rows: Sequence[Row]) -> tuple[mx.array, mx.array]:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxrl.policy import MergedPolicy, flatten_quantized_rows
+from mlxrl.policy import MergedPolicy, decoding, flatten_quantized_rows
 from mlxrl.rollout.audit import audit
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.episode import Context, Episode, EpisodeLimits, RolloutRequest
@@ -135,14 +135,10 @@ class Engine:
             `Trajectory.error`.
         """
         episodes = [Episode(request, self.encoder, self.limits) for request in requests]
-        play = Play(
-            self._sampled_from(),
-            episodes,
-            self.room,
-            deterministic=self.deterministic,
-            env_timeout=self.env_timeout,
-        )
-        play.run()
+        model = self._sampled_from()
+        play = Play(model, episodes, self.room, deterministic=self.deterministic, env_timeout=self.env_timeout)
+        with decoding(model):
+            play.run()
         self.stats = play.stats
         return [episode.trajectory(policy_version) for episode in episodes]
 

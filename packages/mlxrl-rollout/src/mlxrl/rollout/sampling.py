@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+Drawing = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -77,37 +79,39 @@ def draw(
     return tokens_B.astype(mx.int32), chosen_B - mx.logsumexp(logits_B_V, axis=-1)
 
 
-def draw_rows(
-    logits_B_V: mx.array, keys_B_2: mx.array, positions_B: mx.array, configs: Sequence[SamplingConfig]
-) -> tuple[mx.array, mx.array]:
-    """`draw`, where each row has settings of its own; rows of equal settings are drawn together.
+def drawing(configs: Sequence[SamplingConfig]) -> Drawing:
+    """`draw` for rows that have settings of their own; rows of equal settings are drawn together.
 
     Args:
-        logits_B_V: logits `[B, V]`.
-        keys_B_2: uint32 `[B, 2]`, the rows' keys.
-        positions_B: uint32 `[B]`, how many tokens the row has drawn before.
-        configs: a row's settings, B of them.
+        configs: a row's settings each, B of them.
 
     Returns:
-        As `draw`.
+        A function of logits `[B, V]`, keys `[B, 2]` and positions `[B]` that returns what `draw` returns.
     """
     rows_of: dict[SamplingConfig, list[int]] = {}
     for row, config in enumerate(configs):
-        rows_of.setdefault(replace(config, max_tokens=1, stop=()), []).append(row)  # these two are the host's business
-    if len(rows_of) == 1:
+        rows_of.setdefault(config, []).append(row)
+    if len({_on_device(config) for config in rows_of}) == 1:
         compiled = mx.default_device().type == mx.DeviceType.gpu  # there the number of kernels is what a draw costs
-        return _drawing(next(iter(rows_of)), compiled=compiled)(logits_B_V, keys_B_2, positions_B)
-    tokens, logprobs, order = [], [], []
-    for config, rows in rows_of.items():
-        index = mx.array(rows)
-        tokens_b, logprobs_b = draw(logits_B_V[index], keys_B_2[index], positions_B[index], config)
-        tokens, logprobs, order = [*tokens, tokens_b], [*logprobs, logprobs_b], [*order, *rows]
-    places_B = mx.argsort(mx.array(order))
-    return mx.concatenate(tokens)[places_B], mx.concatenate(logprobs)[places_B]
+        return _uniform_drawing(_on_device(configs[0]), compiled=compiled)
+    order = mx.argsort(mx.array([row for rows in rows_of.values() for row in rows]))
+    indices = [(config, mx.array(rows)) for config, rows in rows_of.items()]
+
+    def draw_each(logits_B_V: mx.array, keys_B_2: mx.array, positions_B: mx.array) -> tuple[mx.array, mx.array]:
+        drawn = [draw(logits_B_V[rows], keys_B_2[rows], positions_B[rows], config) for config, rows in indices]
+        tokens_B, logprobs_B = (mx.concatenate([part[i] for part in drawn])[order] for i in (0, 1))
+        return tokens_B, logprobs_B
+
+    return draw_each
+
+
+def _on_device(config: SamplingConfig) -> SamplingConfig:
+    """What of a setting the device sees: limit and stop texts are the host's business."""
+    return replace(config, max_tokens=1, stop=())
 
 
 @lru_cache(maxsize=16)
-def _drawing(config: SamplingConfig, *, compiled: bool) -> Callable[..., tuple[mx.array, mx.array]]:
+def _uniform_drawing(config: SamplingConfig, *, compiled: bool) -> Drawing:
     function: Any = partial(draw, config=config)
     return mx.compile(function) if compiled else function
 

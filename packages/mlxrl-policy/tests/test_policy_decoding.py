@@ -1,0 +1,68 @@
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.tuner.lora import LoRALinear
+
+from mlxrl.policy import LoRAConfig, decoding, load_policy_with_lora
+from mlxrl.policy.decoding import DecodingLoRALinear, add_low_rank
+from mlxrl.policy.testing import make_tiny_model
+
+cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="CUDA is not available")
+
+
+def classes(model):
+    return [type(module) for module in model.modules()]
+
+
+def test_the_model_is_as_it_was_after_the_context_and_after_an_error_in_it(tmp_path):
+    model, _, _ = load_policy_with_lora(make_tiny_model(tmp_path), LoRAConfig(rank=2))
+    before = classes(model)
+    assert LoRALinear in before
+    with decoding(model):
+        assert (DecodingLoRALinear in classes(model)) == mx.cuda.is_available()
+    assert classes(model) == before
+    with pytest.raises(KeyError), decoding(model):
+        raise KeyError
+    assert classes(model) == before
+
+
+def test_a_pass_over_more_tokens_than_one_takes_the_two_products():
+    mx.random.seed(0)
+    layer = LoRALinear.from_base(nn.Linear(8, 12), r=2, scale=3.0)
+    layer.lora_b = mx.random.normal(layer.lora_b.shape)
+    x = mx.random.normal((2, 5, 8))
+    expected = layer(x)
+    layer.__class__ = DecodingLoRALinear
+    assert mx.array_equal(layer(x), expected)
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+@pytest.mark.parametrize(("rank", "width", "outputs"), [(1, 64, 32), (8, 1024, 3072), (16, 96, 1025), (64, 3072, 1024)])
+def test_one_kernel_adds_what_two_products_add(dtype, rank, width, outputs):
+    mx.random.seed(rank)
+    x = mx.random.normal((5, 1, width)).astype(dtype)
+    y = mx.random.normal((5, 1, outputs)).astype(dtype)
+    a = mx.random.normal((width, rank)) * width**-0.5
+    b = mx.random.normal((rank, outputs))
+    term = ((x.astype(mx.float32) @ a) @ b * 1.5).astype(dtype)
+    result = add_low_rank(x, y, a, b, 1.5)
+    assert result.dtype == dtype
+    assert result.shape == y.shape
+    error = mx.abs(result.astype(mx.float32) - (y + term).astype(mx.float32)).max()
+    size = mx.abs((y + term).astype(mx.float32)).max()
+    assert error <= size * {mx.bfloat16: 2**-7, mx.float16: 2**-10, mx.float32: 1e-3}[dtype]
+    assert mx.abs(term).max() > 0.5 * mx.abs(y).max()  # the term is no smaller than what would hide it
+
+
+@cuda
+def test_a_decode_step_gives_the_same_logits_within_rounding(tmp_path):
+    model, _, _ = load_policy_with_lora(make_tiny_model(tmp_path), LoRAConfig(rank=4))
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.lora_b = mx.random.normal(module.lora_b.shape)
+    tokens = mx.array([[1], [2], [3]])
+    plain = model(tokens)
+    with decoding(model):
+        fused = model(tokens)
+    assert mx.abs(fused - plain).max() < 1e-3 * mx.abs(plain).max()
