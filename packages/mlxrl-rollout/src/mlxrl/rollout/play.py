@@ -57,18 +57,18 @@ class Room:
     regroup_share: float = 0.0
     cache_bytes: int | None = None
 
-    def how_many_fit(self, staying: Sequence[Row], joining: Sequence[Row]) -> int:
-        """How many of those who would join fit beside those who stay; one always fits into an empty room.
+    def how_many_fit(self, held: Sequence[Row], joining: Sequence[Row]) -> int:
+        """How many of those who would join fit beside the rows whose caches are held.
 
         A batch is as long as its longest row, so every row is counted at that length.
         """
         if self.cache_bytes is None:
             return len(joining)
-        longest = max((row.episode.most_tokens for row in staying), default=0)
+        longest = max((row.episode.most_tokens for row in held), default=0)
         for fitting, row in enumerate(joining):
             longest = max(longest, row.episode.most_tokens)
-            if (len(staying) + fitting + 1) * self.row_bytes(longest) > self.cache_bytes:
-                return fitting if staying else max(fitting, 1)
+            if (len(held) + fitting + 1) * self.row_bytes(longest) > self.cache_bytes:
+                return fitting
         return len(joining)
 
 
@@ -230,7 +230,10 @@ class Play:
         returning = self._take_answers()
         free = max(0, self.room.width - len(staying) - len(self._parked))
         joining = [*(seat.row for seat in returning), *self._waiting][:free]
-        fitting = self.room.how_many_fit(staying, joining)
+        held = [*staying, *(parked.row for parked in self._parked if parked.seat is not None)]
+        fitting = self.room.how_many_fit(held, joining)
+        if not staying and joining:
+            fitting = max(fitting, 1)  # or nobody would ever go on
         self._queue([Row(seat.row.episode) for seat in returning[fitting:]], ahead=True)  # to be read again
         returning = returning[:fitting]
         new = [self._waiting.popleft() for _ in range(fitting - len(returning))]
