@@ -1,8 +1,9 @@
-"""Adapters in one kernel each while tokens are drawn, on CUDA.
+"""Adapters with few launches while tokens are drawn.
 
-There a decode step costs what its launches cost, and the two narrow products of an adapter are the dearest of them:
-beside every projection they take longer than the model. One kernel adds both to the product of the base. It has no
-gradient, so that it acts only within `decoding`.
+A decode step costs what its launches cost as much as what it computes, and an adapter beside a projection brings six:
+two casts, two narrow products, a scaling and a sum. Here it is two products and a sum, with the factors scaled and
+rounded to the type that the model computes in. On CUDA, where a narrow product is the dearest launch of all, it is one
+kernel, which has no gradient. So both act only within `decoding`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
-# Partial sums that a thread keeps: wider adapters take the two products.
+# Partial sums that a thread keeps on CUDA: a wider adapter takes the two products.
 MAX_RANK = 64
 THREADS = 256
 COLUMNS = 1024
@@ -23,12 +24,12 @@ COLUMNS = 1024
 
 @contextmanager
 def decoding(model: nn.Module) -> Iterator[None]:
-    """Within the context, decode steps `[B, 1, D]` on CUDA take each LoRA layer as one kernel; no gradients.
+    """Within the context, decode steps `[B, 1, D]` take each LoRA layer with few launches; gradients are not for here.
 
     Args:
-        model: the policy, in evaluation mode.
+        model: the policy, in evaluation mode; its adapters must not change within the context.
     """
-    layers = [module for module in model.modules() if type(module) is LoRALinear] if mx.cuda.is_available() else []
+    layers = [module for module in model.modules() if type(module) is LoRALinear]
     for layer in layers:
         layer.__class__ = DecodingLoRALinear
     try:
@@ -36,17 +37,27 @@ def decoding(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.__class__ = LoRALinear
+            layer.__dict__.pop("_rounded", None)
 
 
 class DecodingLoRALinear(LoRALinear):
-    """`LoRALinear` whose decode step is the base's product and one kernel."""
+    """`LoRALinear` whose decode step is the base's product and one kernel, or two more products and a sum."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        rank = self.lora_a.shape[1]
-        if x.shape[-2] != 1 or rank > MAX_RANK:
+        if x.shape[-2] != 1:
             return super().__call__(x)
         y = self.linear(x)
-        return add_low_rank(x, y, self.lora_a, self.lora_b, self.scale)
+        if mx.cuda.is_available() and self.lora_a.shape[1] <= MAX_RANK:
+            return add_low_rank(x, y, self.lora_a, self.lora_b, self.scale)
+        a, b = self._factors(y.dtype)
+        return y + (x @ a) @ b  # `mx.addmm` sums in an order that depends on the number of rows
+
+    def _factors(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        rounded = self.__dict__.get("_rounded")
+        if rounded is None:  # once a context, and not among the parameters
+            rounded = self.lora_a.astype(dtype), (self.scale * self.lora_b).astype(dtype)
+            object.__setattr__(self, "_rounded", rounded)
+        return rounded
 
 
 def add_low_rank(x: mx.array, y: mx.array, a: mx.array, b: mx.array, scale: float) -> mx.array:

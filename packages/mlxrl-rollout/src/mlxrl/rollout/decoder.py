@@ -69,7 +69,7 @@ class Reader:
     """Reads tokens into caches; the head runs on the last token of each row alone."""
 
     def __init__(self, model: nn.Module):
-        halves: Any = split_head(model)
+        halves = split_head(model)
         self._trunk, self._head = halves if halves is not None else (model, None)
 
     def __call__(self, cache: Cache, token_ids: Sequence[Sequence[int]]) -> Prefilled:
