@@ -5,6 +5,7 @@ that are over and hands their actions to the environments. Rows change places on
 tokens alone decide (`deterministic`), or as soon as environments answer.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ class RolloutStats:
         sampled_tokens: tokens of the trajectories' actions.
         peak_rows: most rows whose cache existed at one time.
         peak_cache_bytes: most bytes of such caches, the room that they grow into included.
+        seconds: how long it took.
+        launch_seconds: of these, handing passes to the device: encoding and launching, and where the device is the
+            host's own processor mostly computing.
+        device_seconds: of these, waiting for the device's results.
+        environment_seconds: of these, waiting for environments.
     """
 
     decode_forwards: int = 0
@@ -37,6 +43,10 @@ class RolloutStats:
     sampled_tokens: int = 0
     peak_rows: int = 0
     peak_cache_bytes: int = 0
+    seconds: float = 0.0
+    launch_seconds: float = 0.0
+    device_seconds: float = 0.0
+    environment_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,7 @@ class Play:
 
     def run(self) -> None:
         """Play until every episode is finished."""
+        begin = time.perf_counter()
         try:
             self._open()
             while self._waiting or self._parked or self._unread or self._num_live:
@@ -140,6 +151,8 @@ class Play:
                 self._hear(episode, ticket)
         finally:
             self._stage.close()
+        self.stats.seconds = time.perf_counter() - begin
+        self.stats.launch_seconds = self._batch.launch_seconds
         self.stats.decode_forwards = self._batch.num_steps
         self.stats.sampled_tokens = sum(episode.num_drawn for episode in self.episodes)
 
@@ -159,8 +172,11 @@ class Play:
         return self._stage.submit(self._owners[id(episode)], episode.consult)
 
     def _hear(self, episode: Episode, ticket: Ticket) -> None:
+        begin = time.perf_counter()
+        self._stage.await_answer(ticket)
+        self.stats.environment_seconds += time.perf_counter() - begin
         try:
-            episode.receive(self._stage.collect(ticket))
+            episode.receive(ticket.result())
         except EnvironmentFailedError as fault:
             episode.receive(fault)
         except OverrunError:
@@ -177,8 +193,10 @@ class Play:
 
     def _read(self, draws: Draws) -> None:
         """Take what was drawn: rows whose action is complete end, and their environments are asked."""
+        begin = time.perf_counter()
         tokens: Any = draws.tokens.tolist()
         logprobs: Any = draws.logprobs.tolist()
+        self.stats.device_seconds += time.perf_counter() - begin
         going_on: list[tuple[Row, Ticket]] = []
         for row, token, logprob in zip(draws.rows, tokens, logprobs, strict=True):
             if row.ended or not row.episode.push(token, logprob):
@@ -225,7 +243,7 @@ class Play:
         """Rows that have ended give their places to rows whose environment has answered, and then to new ones."""
         keep = [place for place, row in enumerate(self._batch.rows) if not row.ended]
         staying = [self._batch.rows[place] for place in keep]
-        if not staying and not self._waiting:
+        if not staying and (not self._waiting or len(self._parked) >= self.room.width):
             self._stage.wait_for_any([parked.ticket for parked in self._parked])
         returning = self._take_answers()
         free = max(0, self.room.width - len(staying) - len(self._parked))

@@ -21,6 +21,7 @@ class Ticket:
     def __init__(self, call: Callable[[], Any]):
         self._call = call
         self._done = threading.Event()
+        self._lock = threading.Lock()
         self._outcome: Any = None
         self._error: BaseException | None = None
         self.started: float | None = None
@@ -30,22 +31,19 @@ class Ticket:
         """Whether there is something to collect."""
         return self._done.is_set()
 
-    def run(self) -> None:
-        """Make the call."""
+    def run(self) -> bool:
+        """Make the call; returns False if it overran, so that nobody waits for it any more."""
         self.started = time.monotonic()
         outcome, error = None, None
         try:
             outcome = self._call()
         except BaseException as raised:  # handed to whoever collects the answer
             error = raised
-        if not self.answered:  # else it overran, and nobody waits for it any more
-            self._outcome, self._error = outcome, error
-            self._done.set()
+        return self._answer(outcome, error)
 
-    def overrun(self) -> None:
-        """Answer with `OverrunError`."""
-        self._error = OverrunError()
-        self._done.set()
+    def overrun(self) -> bool:
+        """Answer with `OverrunError`; returns False if the call has been answered after all."""
+        return self._answer(None, OverrunError())
 
     def wait(self, seconds: float) -> bool:
         """Wait for the answer; returns whether it is there."""
@@ -56,6 +54,15 @@ class Ticket:
         if self._error is not None:
             raise self._error
         return self._outcome
+
+    def _answer(self, outcome: Any, error: BaseException | None) -> bool:
+        """The first answer counts; returns whether this was it."""
+        with self._lock:
+            if self.answered:
+                return False
+            self._outcome, self._error = outcome, error
+            self._done.set()
+            return True
 
 
 class Stage:
@@ -82,16 +89,10 @@ class Stage:
             self._threads[owner % len(self._threads)].tickets.put(ticket)
         return ticket
 
-    def collect(self, ticket: Ticket) -> Any:
-        """Wait for a call's result.
-
-        Raises:
-            OverrunError: it did not come in time.
-            BaseException: what the call raised.
-        """
+    def await_answer(self, ticket: Ticket) -> None:
+        """Wait until a call is answered, if only with `OverrunError`."""
         while not ticket.wait(PATROL):
             self.patrol()
-        return ticket.result()
 
     def wait_for_any(self, tickets: Sequence[Ticket]) -> None:
         """Wait until one of the calls has been answered."""
@@ -105,9 +106,8 @@ class Stage:
             ticket = thread.current
             if ticket is None or ticket.answered or ticket.started is None or self.timeout is None:
                 continue
-            if time.monotonic() - ticket.started > self.timeout:
+            if time.monotonic() - ticket.started > self.timeout and ticket.overrun():
                 self._threads[place] = thread.relieved()
-                ticket.overrun()
 
     def close(self) -> None:
         """Let every thread end as soon as its call does."""
@@ -122,16 +122,16 @@ class _Thread:
         threading.Thread(target=self._work, name="mlxrl-environment", daemon=True).start()
 
     def relieved(self) -> "_Thread":
-        """Another thread with the tickets that wait here; this one ends if its call ever does."""
+        """Another thread with the tickets that wait here; this one takes no more of them."""
         other = _Thread()
         while True:
             try:
                 other.tickets.put(self.tickets.get_nowait())
             except queue.Empty:
-                self.tickets.put(None)
                 return other
 
     def _work(self) -> None:
         while (ticket := self.tickets.get()) is not None:
             self.current = ticket
-            ticket.run()
+            if not ticket.run():
+                return

@@ -102,7 +102,8 @@ class Trajectory:
     @property
     def truncated(self) -> bool:
         """Whether a token limit ended the episode or an action of it."""
-        return self.stop_reason == StopReason.length or any(turn.action_cut for turn in self.turns)
+        ended_by_limit = self.stop_reason in (StopReason.length, StopReason.context)
+        return ended_by_limit or any(turn.action_cut for turn in self.turns)
 
     @property
     def environment_return(self) -> float:
