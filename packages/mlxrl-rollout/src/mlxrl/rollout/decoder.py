@@ -1,5 +1,6 @@
 """Rows that share forward passes: read what is pending, then draw a token a row and step."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -134,6 +135,7 @@ class DecodeBatch:
     model: nn.Module
     rows: list[Row] = field(default_factory=list)
     num_steps: int = 0
+    launch_seconds: float = 0.0
     cache: Cache = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -146,7 +148,9 @@ class DecodeBatch:
         self._drawing = self._drawing or drawing([row.episode.sampling for row in self.rows])
         logits_B_V = self.model(self._inputs_B[:, None], cache=self.cache)[:, -1]
         tokens_B, logprobs_B = self._drawing(logits_B_V, self._keys_B_2, self._positions_B)
+        begin = time.perf_counter()
         mx.async_eval(tokens_B, logprobs_B, loose_arrays(self.cache))
+        self.launch_seconds += time.perf_counter() - begin
         self._inputs_B, self._positions_B = tokens_B, self._positions_B + 1
         for row in self.rows:
             row.num_read += 1
