@@ -75,6 +75,8 @@ def test_rollout_without_ends_is_the_same_number_of_tokens_for_all():
     assert_follows_from_rounds(report)
     assert by_name(report)["loop"]["forwards"] == 5
     assert report["failed"] == {}
+    stats = report["last_rollout"]
+    assert 0 < stats["launch_seconds"] + stats["device_seconds"] + stats["environment_seconds"] < stats["seconds"]
     assert {"mlx", "mlx-lm"} <= set(report["versions"])
     assert report["machine"]["device"] in ("cpu", "gpu")
     for name in by_name(report):

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mlxrl.cli.bench.work import (
     make_texts,
     spread_limits,
 )
-from mlxrl.rollout import SamplingConfig, generate_groups
+from mlxrl.rollout import Engine, SamplingConfig, generate_groups
 from mlxrl.train import ConfigError, RunError
 
 # --ends early: rows are a seventh of the limit long on average, 36 tokens of 256.
@@ -66,7 +67,7 @@ def run_rollout(settings: dict[str, Any]) -> None:
             ours.our_rollout(engine, work, settings["seed"]),
             *(make() for name, make in makers.items() if name in names),
         ]
-        compete("rollout", settings, names, contestants, stack, folder, policy, work)
+        compete("rollout", settings, names, contestants, stack, folder, policy, work, engine)
 
 
 def run_multiturn(settings: dict[str, Any]) -> None:
@@ -86,7 +87,7 @@ def run_multiturn(settings: dict[str, Any]) -> None:
         contestants = [ours.our_multiturn(engine, work, settings["seed"])]
         if loop.NAME in names:
             contestants.append(loop.loop_multiturn(policy, work))
-        compete("multiturn", settings, names, contestants, stack, folder, policy, work)
+        compete("multiturn", settings, names, contestants, stack, folder, policy, work, engine)
 
 
 def chosen_names(command: str, names: list[str], settings: dict[str, Any]) -> list[str]:
@@ -159,6 +160,7 @@ def compete(
     folder: Path,
     policy: BenchPolicy,
     work: RolloutWork | MultiturnWork,
+    engine: Engine,
 ) -> None:
     """Run the race and report it; exit code 1 if somebody who was asked for failed."""
     paths = [path for path in peer.PATHS[command] if peer.contestant_name(path) in names]
@@ -183,7 +185,7 @@ def compete(
     if ours.NAME in outcome.failures:
         raise RunError(f"{ours.NAME} {outcome.failures[ours.NAME]}; there is nothing to compare with.")
     outcome = Outcome(outcome.results, {**failures, **outcome.failures})
-    report = report_of(command, settings, policy, outcome, version)
+    report = report_of(command, settings, policy, outcome, version) | {"last_rollout": asdict(engine.stats)}
     show(console, report, _title(report))
     text = json.dumps(report, indent=2) + "\n"
     if settings["json"] == "-":

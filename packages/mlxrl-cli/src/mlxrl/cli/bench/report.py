@@ -97,8 +97,21 @@ def show(console: Console, report: dict[str, Any], title: str) -> None:
             f"{row['peak_bytes'] / 2**20:,.1f}",
         )
     console.print(table, highlight=False)
+    console.print(_where_time_goes(report["last_rollout"]), highlight=False, soft_wrap=True)
     for name, reason in report["failed"].items():
         print(f"{name}: {reason}", file=sys.stderr)
+
+
+def _where_time_goes(stats: dict[str, Any]) -> str:
+    named = {
+        "launching": stats["launch_seconds"],
+        "waiting for the device": stats["device_seconds"],
+        "waiting for environments": stats["environment_seconds"],
+    }
+    passes = stats["decode_forwards"] + stats["prefill_forwards"]
+    parts = {**named, "host": stats["seconds"] - sum(named.values())}
+    spelled = ", ".join(f"{name} {1000 * seconds / passes:.2f}" for name, seconds in parts.items())
+    return f"{ours.NAME}'s last round, ms a pass: {1000 * stats['seconds'] / passes:.2f} ({spelled})"
 
 
 def _own_version() -> str:
