@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -29,10 +30,11 @@ def leaves(tree) -> dict[str, Any]:
 def saved(folders, trained, tmp_path):
     """saved("qwen3") -> a policy with a trained adapter, and the folder it was saved in."""
 
-    def save(architecture, **options):
-        model, _, report = load_policy_with_lora(folders(architecture, **options), CONFIG)
+    def save(architecture, *, bits=0, **options):
+        config = replace(CONFIG, **options)
+        model, _, report = load_policy_with_lora(folders(architecture, bits=bits), config)
         trained(model)
-        save_adapter(model, tmp_path, CONFIG, report.target_keys)
+        save_adapter(model, tmp_path, config, report.target_keys)
         return model, tmp_path
 
     return save
@@ -56,6 +58,39 @@ def test_mlx_lm_loads_the_adapter_and_generates_what_the_policy_does(saved, fold
     np.testing.assert_allclose(theirs(mx.array(tokens)), model(mx.array(tokens)), atol=2e-5)
     one, other = (mlx_lm.generate(m, tokenizer, "What?", max_tokens=8) for m in (theirs, model))
     assert one == other
+
+
+# Fields of the config, and what stock mlx-lm is told of them: the kind, the last blocks, the layers' names.
+KINDS = {
+    "dora": ({"use_dora": True}, "dora", 2, 7),
+    "rank-stabilised": ({"rank_stabilized": True}, "lora", 2, 7),
+    "the last block": ({"last_layers": 1}, "lora", 1, 7),
+    "attention of the first block": ({"targets": ("layers.0.self_attn",)}, "lora", 2, 4),
+    "dora of two layers": ({"use_dora": True, "targets": ("layers.1.mlp.up_proj", "q_proj")}, "dora", 2, 3),
+}
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_adapter_comes_back_here_and_in_mlx_lm(saved, folders, policy, tokens, kind, bits):
+    options, fine_tune_type, num_layers, num_keys = KINDS[kind]
+    model, folder = saved("qwen3", bits=bits, **options)
+    description = json.loads((folder / "adapter_config.json").read_text())
+    assert (description["fine_tune_type"], description["num_layers"]) == (fine_tune_type, num_layers)
+    assert len(description["lora_parameters"]["keys"]) == num_keys
+    fresh = policy("qwen3", bits=bits, trained=False, **options)
+    assert np.abs(fresh(mx.array(tokens)) - model(mx.array(tokens))).max() > 0.01
+    load_adapter(fresh, folder)
+    assert mx.array_equal(fresh(mx.array(tokens)), model(mx.array(tokens)))
+    theirs, *_ = mlx_lm.load(str(folders("qwen3", bits=bits)), adapter_path=str(folder))
+    np.testing.assert_allclose(theirs(mx.array(tokens)), model(mx.array(tokens)), atol=5e-5)
+
+
+def test_mlx_lm_reads_adapters_of_some_experts(saved, folders, tokens):
+    model, folder = saved("qwen3_moe", targets=("layers.1.mlp.switch_mlp", "layers.0.self_attn.?_proj"))
+    assert len(adapter_parameters(model)) == 2 * (3 + 4)
+    theirs, *_ = mlx_lm.load(str(folders("qwen3_moe")), adapter_path=str(folder))
+    np.testing.assert_allclose(theirs(mx.array(tokens)), model(mx.array(tokens)), atol=2e-5)
 
 
 def test_the_adapter_says_how_it_was_built(saved):
@@ -123,7 +158,7 @@ def test_the_adapter_of_another_architecture_is_refused(policy, saved):
 
 def test_an_adapter_of_other_layers_is_refused(policy, saved):
     _, folder = saved("qwen3")
-    refused(policy("qwen3", keys=("self_attn.q_proj",)), folder, "fits another policy: .* on one side only")
+    refused(policy("qwen3", targets=("self_attn.q_proj",)), folder, "fits another policy: .* on one side only")
 
 
 def test_an_adapter_of_another_rank_is_refused_with_both_shapes(policy, saved):
@@ -134,6 +169,21 @@ def test_an_adapter_of_another_rank_is_refused_with_both_shapes(policy, saved):
 def test_an_adapter_of_another_scale_is_refused_with_both(policy, saved):
     _, folder = saved("qwen3")
     refused(policy("qwen3", scale=2.0), folder, r"trained with scale 1.0, the policy has \[2.0\]")
+
+
+def test_the_scale_of_a_rank_stabilised_adapter_is_its_factor(policy, saved):
+    # rank 4: the factor is 1.0 * sqrt(4)
+    _, folder = saved("qwen3", rank_stabilized=True)
+    assert json.loads((folder / "adapter_config.json").read_text())["lora_parameters"]["scale"] == 2.0
+    refused(policy("qwen3"), folder, r"trained with scale 2.0, the policy has \[1.0\]; set `scale` and `rank_stab")
+    load_adapter(policy("qwen3", scale=2.0), folder)
+
+
+def test_an_adapter_of_another_kind_is_refused(policy, saved):
+    _, folder = saved("qwen3", use_dora=True)
+    refused(policy("qwen3"), folder, r"is of the kind 'dora', the policy has 'lora'; set use_dora to the adapter's")
+    _, folder = saved("qwen3")
+    refused(policy("qwen3", use_dora=True), folder, "is of the kind 'lora', the policy has 'dora'")
 
 
 def test_an_adapter_that_is_not_finite_is_refused(policy, saved):

@@ -123,18 +123,6 @@ def test_on_the_cpu_everything_becomes_float32(policy, folders, bits):
     assert mx.array_equal(floats[f"model.layers.0.{here}"], stored[f"model.layers.0.{leaf}"].astype(mx.float32))
 
 
-def test_keys_choose_the_adapted_layers(folders):
-    model, _, report = load_policy_with_lora(folders("qwen3"), LoRAConfig(keys=("self_attn.q_proj",)))
-    assert report.target_keys == ("self_attn.q_proj",)
-    names = {name for name, _ in leaves(model.trainable_parameters()).items()}
-    assert names == {f"model.layers.{i}.self_attn.q_proj.lora_{ab}" for i in (0, 1) for ab in "ab"}
-
-
-def test_a_key_that_names_no_layer_is_refused_with_those_there_are(folders):
-    with pytest.raises(ModelError, match=r"\['self_attn.qkv'\] name no linear layer.*'self_attn.q_proj'"):
-        load_policy_with_lora(folders("qwen3"), LoRAConfig(keys=("self_attn.qkv", "self_attn.q_proj")))
-
-
 def test_a_second_adapter_on_top_is_refused(policy):
     with pytest.raises(ModelError, match="already carries LoRA"):
         attach_lora(policy("qwen3"), LoRAConfig())
@@ -149,6 +137,7 @@ def test_a_second_adapter_on_top_is_refused(policy):
         ("scale", float("inf")),
         ("dropout", 1.0),
         ("dropout", -0.1),
+        ("last_layers", 0),
     ],
 )
 def test_an_adapter_out_of_range_is_refused_by_name_and_value(field, value):

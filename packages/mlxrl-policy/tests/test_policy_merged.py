@@ -224,12 +224,12 @@ def test_the_copy_of_a_base_shares_its_arrays(base, tokens):
 
 
 def test_bytes_are_those_of_adapted_and_quantized_layers_alone(policy):
-    model = policy("llama", keys=("self_attn.q_proj",))
+    model = policy("llama", targets=("self_attn.q_proj",))
     dense = MergedPolicy(model)
     assert dense.nbytes == 2 * 64 * 64 * 4  # float32, one projection in each of two blocks
     assert leaves(dense.model)["model.layers.0.mlp.up_proj.weight"] is model.layers[0].mlp.up_proj.weight
     # q, o 64 * 64, k, v 32 * 64, three of 64 * 128 in two blocks; embedding and head of 101 rows
-    quantized = MergedPolicy(policy("llama", bits=4, keys=("self_attn.q_proj",)))
+    quantized = MergedPolicy(policy("llama", bits=4, targets=("self_attn.q_proj",)))
     assert quantized.nbytes == 4 * (2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128) + 2 * 101 * 64)
 
 

@@ -2,13 +2,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from mlxrl.policy import adapters_disabled, dropout_active, score
+from mlxrl.policy import adapter_parameters, adapter_replaced, adapters_disabled, dropout_active, score
 
 
 def leaves(tree) -> dict[str, Any]:
@@ -48,6 +49,61 @@ def test_every_class_of_adapter_is_switched_off(base, put_on, tokens, adapter_cl
     with adapters_disabled(model):
         np.testing.assert_array_equal(logits_of(model, tokens), plain)
     np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen3", {"use_dora": True}),
+        ("qwen3_5", {"use_dora": True}),
+        ("qwen3_moe", {"use_dora": True, "targets": ("self_attn", "mlp.gate")}),
+        ("qwen3_moe", {"targets": ("switch_mlp",), "rank_stabilized": True}),
+        ("gemma2", {"last_layers": 1}),
+    ],
+)
+def test_every_kind_of_adapter_leaves_its_base_when_switched_off(
+    base, folders, policy, trained, tokens, architecture, options, bits
+):
+    plain = logits_of(base(architecture, bits=bits), tokens)
+    model = policy(architecture, bits=bits, trained=False, **options)
+    # DoRA multiplies by a dequantized weight, and weights on the CPU have another layout: other orders of the sums
+    np.testing.assert_allclose(logits_of(model, tokens), plain, atol=1e-4)
+    with adapters_disabled(model):
+        untouched = logits_of(model, tokens)
+    np.testing.assert_allclose(untouched, plain, atol=2e-5)
+    trained(model)
+    adapted = logits_of(model, tokens)
+    assert np.abs(adapted - plain).max() > 0.01
+    with adapters_disabled(model):
+        np.testing.assert_array_equal(logits_of(model, tokens), untouched)
+    np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3", {"use_dora": True}),
+        ("qwen3", {"last_layers": 1}),
+        ("qwen3", {"targets": ("*.0.*",)}),
+    ],
+)
+def test_a_policy_is_what_it_was_with_the_adapter_it_had(policy, trained, tokens, mask, architecture, options):
+    model = trained(policy(architecture, trained=False, **options))
+    initial, first = adapter_parameters(model), logits_of(model, tokens)
+    optimizer = optim.SGD(0.1)
+    gradient = nn.value_and_grad(model, lambda: score(model, tokens, mask).logprobs.sum())
+    optimizer.update(model, gradient()[1])
+    moved, own = logits_of(model, tokens), adapter_parameters(model)
+    assert np.abs(moved - first).max() > 0.01
+    with adapter_replaced(model, initial):
+        np.testing.assert_array_equal(logits_of(model, tokens), first)
+    with pytest.raises(RuntimeError, match="midway"), adapter_replaced(model, initial):
+        raise RuntimeError("midway")
+    np.testing.assert_array_equal(logits_of(model, tokens), moved)
+    # the very arrays: a merged copy that is up to date stays so
+    assert all(value is own[name] for name, value in adapter_parameters(model).items())
 
 
 def test_the_adapters_come_back_after_an_exception(policy, tokens):

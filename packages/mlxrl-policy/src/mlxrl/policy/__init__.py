@@ -7,10 +7,11 @@ from mlxrl.policy.decoding import decoding
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head
 from mlxrl.policy.load import find_model, load_policy_with_lora, read_config, register_model
-from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapters_disabled, dropout_active
+from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapter_replaced, adapters_disabled, dropout_active
 from mlxrl.policy.merged import MergedPolicy
 from mlxrl.policy.rows import flatten_quantized_rows
 from mlxrl.policy.score import Scores, score
+from mlxrl.policy.targets import is_target
 
 __all__ = [
     "LoRAConfig",
@@ -19,12 +20,14 @@ __all__ = [
     "PolicyReport",
     "Scores",
     "adapter_parameters",
+    "adapter_replaced",
     "adapters_disabled",
     "checkpoint_blocks",
     "decoding",
     "dropout_active",
     "find_model",
     "flatten_quantized_rows",
+    "is_target",
     "load_adapter",
     "load_policy_with_lora",
     "read_config",

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import blocks_of
-from mlxrl.policy.lora import LoRAConfig
+from mlxrl.policy.lora import LoRAConfig, adapters_of
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 
@@ -27,15 +27,17 @@ def save_adapter(model: nn.Module, folder: str | Path, config: LoRAConfig, keys:
         model: the policy.
         folder: an existing or new folder; files of the same names are replaced.
         config: what the adapter was built with.
-        keys: block-relative names of the adapted layers, as `PolicyReport.target_keys` has them.
+        keys: names of the adapted layers, as `PolicyReport.target_keys` has them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / WEIGHTS), adapter_parameters(model), metadata={"format": "mlx"})
+    blocks = blocks_of(model)
+    first = next(i for i, block in enumerate(blocks) if any(adapters_of(block)))
     description = {
-        "fine_tune_type": "lora",
-        "num_layers": len(blocks_of(model)),
-        "lora_parameters": {"rank": config.rank, "scale": config.scale, "dropout": config.dropout, "keys": list(keys)},
+        "fine_tune_type": _kind(config.use_dora),
+        "num_layers": len(blocks) - first,  # mlx-lm adapts the last so many
+        "lora_parameters": {"rank": config.rank, "scale": config.factor, "dropout": config.dropout, "keys": list(keys)},
     }
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
 
@@ -48,8 +50,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         folder: a folder with `adapters.safetensors` and `adapter_config.json`.
 
     Raises:
-        ModelError: a file is missing or unreadable, a value is not finite, or the adapter has other layers, shapes or
-            scale than the policy. The policy is then as it was.
+        ModelError: a file is missing or unreadable, a value is not finite, or the adapter has another kind, other
+            layers, shapes or scale than the policy. The policy is then as it was.
     """
     folder = Path(folder)
     description = _read_config(folder / CONFIG)
@@ -58,6 +60,11 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"adapter {folder / WEIGHTS} cannot be read: {error}.") from error
     here = adapter_parameters(model)
+    kind, own_kind = description.get("fine_tune_type", "lora"), _kind(any(name.endswith(".m") for name in here))
+    if kind != own_kind:
+        raise ModelError(
+            f"adapter {folder} is of the kind {kind!r}, the policy has {own_kind!r}; set use_dora to the adapter's."
+        )
     if unknown := sorted(saved.keys() ^ here.keys()):
         raise ModelError(
             f"adapter {folder} fits another policy: {len(unknown)} tensors are on one side only, "
@@ -75,10 +82,15 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     if scales != {description["lora_parameters"].get("scale")}:
         raise ModelError(
             f"adapter {folder} was trained with scale {description['lora_parameters'].get('scale')}, "
-            f"the policy has {sorted(scales)}; set `scale` to the adapter's."
+            f"the policy has {sorted(scales)}; set `scale` and `rank_stabilized` to the adapter's."
         )
     model.load_weights(list(saved.items()), strict=False)
     mx.eval(model.trainable_parameters())
+
+
+def _kind(use_dora: bool) -> str:
+    """mlx-lm's word for the kind of an adapter."""
+    return "dora" if use_dora else "lora"
 
 
 def _read_config(path: Path) -> dict:

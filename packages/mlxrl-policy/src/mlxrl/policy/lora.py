@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import blocks_of
+from mlxrl.policy.targets import EXPERT_TYPES, select_layers
 
-LINEAR_TYPES = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
-ADAPTER_LEAVES = ("lora_a", "lora_b")
+ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
+"""What is trained of an adapter: its two factors and, of DoRA, the magnitudes."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,11 @@ class LoRAConfig:
         scale: factor of the low-rank term (alpha / rank elsewhere), above 0.
         dropout: share of the adapter's inputs dropped while a gradient is taken, in [0, 1).
         grad_checkpoint: recompute each block in the backward pass instead of keeping its activations.
-        keys: block-relative names of the layers to adapt, e.g. ("self_attn.q_proj",); None takes every linear layer.
+        rank_stabilized: divide alpha = scale * rank by sqrt(rank), not by rank; see `factor`.
+        use_dora: train the norm of each row of the weight beside its direction. Liu et al. 2024, arXiv 2402.09353.
+        targets: the linear layers to adapt, experts included, as `mlxrl.policy.targets.is_target` reads them; by
+            default every one of every block.
+        last_layers: adapt so many of the last blocks; None takes all.
         seed: seed of the initial `lora_a` (`lora_b` starts at 0, so that the policy starts as the base).
 
     Raises:
@@ -40,8 +44,19 @@ class LoRAConfig:
     scale: float = 2.0
     dropout: float = 0.0
     grad_checkpoint: bool = False
-    keys: tuple[str, ...] | None = None
+    rank_stabilized: bool = False
+    use_dora: bool = False
+    targets: tuple[str, ...] = ()
+    last_layers: int | None = None
     seed: int = 0
+
+    @property
+    def factor(self) -> float:
+        """What the low-rank term is multiplied by: scale, or scale * sqrt(rank) if rank-stabilised.
+
+        With alpha = scale * rank these are alpha / rank and alpha / sqrt(rank). Kalajdzievski 2023, arXiv 2312.03732.
+        """
+        return self.scale * math.sqrt(self.rank) if self.rank_stabilized else self.scale
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -50,6 +65,8 @@ class LoRAConfig:
             raise ModelError(f"LoRA scale must be a finite number above 0, got {self.scale}.")
         if not 0 <= self.dropout < 1:
             raise ModelError(f"LoRA dropout must be in [0, 1), got {self.dropout}.")
+        if self.last_layers is not None and self.last_layers < 1:
+            raise ModelError(f"LoRA last_layers must be at least 1, got {self.last_layers}.")
 
 
 @dataclass(frozen=True)
@@ -74,34 +91,36 @@ class PolicyReport:
 
 
 def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
-    """Freeze `model` and give the linear layers of every block a LoRA adapter; only its factors stay trainable.
+    """Freeze `model` and give the linear layers of its blocks an adapter; only what the adapters add stays trainable.
 
     Args:
         model: an mlx-lm model; changed in place.
-        config: rank, scale, dropout, layer names and seed.
+        config: rank, scale, dropout, kind, layers and seed.
 
     Returns:
-        The block-relative names of the adapted layers, sorted.
+        The names of the adapted layers as mlx-lm's `keys`, sorted; see `select_layers`.
 
     Raises:
-        ModelError: the model carries adapters already, or `config.keys` names no layer of it.
+        ModelError: the model carries adapters already, `config` names layers that it does not have, or asks for DoRA
+            on layers of experts.
     """
-    if any(name.rsplit(".", 1)[-1] in ADAPTER_LEAVES for name, _ in tree_flatten(model.parameters())):
+    if any(name.rsplit(".", 1)[-1] in ("lora_a", "lora_b") for name, _ in tree_flatten(model.parameters())):
         raise ModelError("the model already carries LoRA layers; load it again before attaching new ones.")
-    found = {
-        name for block in blocks_of(model) for name, module in block.named_modules() if isinstance(module, LINEAR_TYPES)
-    }
-    keys = found if config.keys is None else {name for name in found if name in config.keys}
-    if missing := set(config.keys or ()) - found:
-        raise ModelError(f"LoRA keys {sorted(missing)} name no linear layer; the blocks have {sorted(found)}.")
+    layers, keys = select_layers(model, config.targets, config.last_layers)
+    experts = sorted(path for path, layer in layers.items() if isinstance(layer, EXPERT_TYPES))
+    if config.use_dora and experts:
+        raise ModelError(
+            f"use_dora has no form for layers of experts, and {experts[0]} is one; leave it out, or set targets to "
+            "other layers, e.g. ['self_attn']."
+        )
     mx.random.seed(config.seed)  # mlx-lm draws lora_a from the global state
-    parameters = {"rank": config.rank, "scale": config.scale, "dropout": config.dropout, "keys": sorted(keys)}
-    linear_to_lora_layers(model, len(blocks_of(model)), parameters)
+    parameters = {"rank": config.rank, "scale": config.factor, "dropout": config.dropout, "keys": keys}
+    linear_to_lora_layers(model, config.last_layers or len(blocks_of(model)), parameters, use_dora=config.use_dora)
     model.freeze()
     for _, module in adapters_of(model):
-        module.unfreeze(keys=list(ADAPTER_LEAVES), recurse=False)
+        module.unfreeze(keys=[leaf for leaf in ADAPTER_LEAVES if leaf in module], recurse=False)
     model.eval()
-    return tuple(sorted(keys))
+    return keys
 
 
 def describe(model: nn.Module, *, model_type: str, keys: tuple[str, ...], separable_head: bool) -> PolicyReport:
@@ -145,6 +164,24 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.update_modules(tree_unflatten(adapters))
+
+
+@contextmanager
+def adapter_replaced(model: nn.Module, parameters: Mapping[str, mx.array]) -> Iterator[None]:
+    """Within the context the policy has another adapter of the same shape: no second model, only other factors.
+
+    Its own adapter comes back when the context ends, also after an exception.
+
+    Args:
+        model: the policy.
+        parameters: the other adapter, as `adapter_parameters` gave it.
+    """
+    own = model.trainable_parameters()
+    model.update(tree_unflatten(list(parameters.items())))
+    try:
+        yield
+    finally:
+        model.update(own)
 
 
 @contextmanager
