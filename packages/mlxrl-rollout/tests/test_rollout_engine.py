@@ -1,5 +1,3 @@
-import math
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -19,6 +17,8 @@ from mlxrl.rollout import (
 )
 from mlxrl.rollout.audit import audit
 
+from .comparing import assert_same, scorer_distance
+
 PROMPTS = ["a", "Hello there, how are you?", "What?"]
 SAMPLING = SamplingConfig(temperature=0.7, max_tokens=5)
 
@@ -32,35 +32,6 @@ def requests_of(prompts=PROMPTS, group_size=3, **options):
 def engine_of(lend, **options):
     model, tokenizer = lend("qwen3")
     return Engine(model, tokenizer, SAMPLING, **options)
-
-
-def assert_same(some, others, tolerance=1e-4):
-    """The same tokens, roles and turns, and log-probabilities within the tolerance."""
-    assert len(some) == len(others)
-    for one, other in zip(some, others, strict=True):
-        assert (one.group_id, one.sample_index, one.stop_reason) == (
-            other.group_id,
-            other.sample_index,
-            other.stop_reason,
-        )
-        assert [turn.action for turn in one.turns] == [turn.action for turn in other.turns]
-        for left, right in zip(one.segments, other.segments, strict=True):
-            np.testing.assert_array_equal(left.token_ids, right.token_ids)
-            np.testing.assert_array_equal(left.roles, right.roles)
-            np.testing.assert_allclose(left.sampler_logprobs, right.sampler_logprobs, atol=tolerance)
-
-
-def scorer_distance(model, trajectories, temperature):
-    """The largest |sampler log-probability - scorer log-probability| over all sampled tokens, padded to one batch."""
-    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
-    shape = (len(segments), max(len(segment.token_ids) for segment in segments))
-    tokens, mask, sampled = np.zeros(shape, dtype=int), np.zeros(shape, dtype=bool), np.zeros(shape)
-    for row, segment in enumerate(segments):
-        length = len(segment.token_ids)
-        tokens[row, :length], mask[row, :length] = segment.token_ids, segment.roles == Role.ACTION
-        sampled[row, :length] = segment.sampler_logprobs
-    assert not sampled[~mask].any()
-    return np.abs(np.array(score(model, tokens, mask, temperature=temperature).logprobs) - sampled).max()
 
 
 @pytest.fixture(scope="module")
@@ -209,25 +180,6 @@ def test_an_end_token_is_an_action_ends_its_row_and_costs_the_others_nothing(len
     # the first token comes from the prompt's own pass, and the host knows that the longest row is at its limit
     assert engine.stats.decode_forwards == max(lengths) - 1 == 39
     assert engine.stats.sampled_tokens == sum(lengths)
-
-
-@pytest.mark.parametrize(("width", "forwards"), [(1, 3), (2, 3), (64, 2)])
-def test_each_distinct_prompt_is_read_once(lend, width, forwards):
-    model, tokenizer = lend("qwen3")
-    engine = Engine(model, tokenizer, SAMPLING, width=width)
-    trajectories = engine.rollout(requests_of())
-    assert engine.stats.prefill_forwards == forwards  # where all begin together, the two short ones share a pass
-    prompts = [len(t.segments[0].token_ids) - t.num_sampled for t in trajectories[::3]]
-    assert engine.stats.prefill_tokens == sum(prompts)
-
-
-def test_full_rows_are_replaced_at_once(lend):
-    model, tokenizer = lend("qwen3")
-    engine = Engine(model, tokenizer, SAMPLING, width=2)
-    lengths = [t.num_sampled for t in engine.rollout(requests_of())]
-    assert set(lengths) == {5}  # every row needs four steps after its first token
-    assert engine.stats.decode_forwards == 4 * math.ceil(len(lengths) / 2)
-    assert engine.stats.peak_rows == 2
 
 
 def test_nothing_to_play_is_no_trajectories(lend):

@@ -2,7 +2,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxrl.env import RecurringStateTextEnv, StepResult, StopReason
+from mlxrl.env import RecurringStateTextEnv, StopReason
 from mlxrl.policy import score
 from mlxrl.policy.testing import ARCHITECTURES, THINKING_TEMPLATE, character_tokenizer
 from mlxrl.rollout import (
@@ -14,37 +14,10 @@ from mlxrl.rollout import (
     naive_rollout,
 )
 
+from .comparing import assert_same
+from .environments import Chatter, Conversation, chatter, converse
+
 SHORT, EIGHT = SamplingConfig(temperature=0.7, max_tokens=4), SamplingConfig(max_tokens=8)
-
-
-class Conversation:
-    """Says its lines one after the other, whatever the answers; rewards 1, 2, 3, ..."""
-
-    def __init__(self, *lines, max_turns=None, truncates=False):
-        self.lines, self.truncates = lines, truncates
-        self.max_turns = max_turns or len(lines)
-        self.answers = []
-
-    def reset(self):
-        return self.lines[0]
-
-    def step(self, action):
-        self.answers.append(action)
-        over = len(self.answers) == len(self.lines)
-        return StepResult(
-            "bye" if over else self.lines[len(self.answers)],
-            reward=float(len(self.answers)),
-            terminated=over and not self.truncates,
-            truncated=over and self.truncates,
-            info={"answers": len(self.answers)},
-        )
-
-    def state_id(self, observation):
-        return f"saw {observation}"
-
-
-def converse(task, seed, group_index):
-    return Conversation(*task)
 
 
 def play(policy, *lines, sampling=EIGHT, group_size=1, **options):
@@ -144,28 +117,6 @@ def test_sampled_tokens_are_never_encoded_again(scripted):
         assert turn.action == "ab"
 
 
-class Chatter:
-    """A few turns of different length, with the model's own words quoted back."""
-
-    def __init__(self, max_turns):
-        self.max_turns = max_turns
-
-    def reset(self):
-        self.turn = 0
-        return "Talk to me."
-
-    def step(self, action):
-        self.turn += 1
-        return StepResult(f"{action[:3]}? " * self.turn, 0.0, terminated=self.turn == self.max_turns)
-
-    def state_id(self, observation):
-        return observation
-
-
-def chatter(task, seed, group_index):
-    return Chatter(task)
-
-
 @pytest.mark.parametrize(
     ("architecture", "context"),
     [("qwen3", "turn"), *((name, "transcript") for name in ARCHITECTURES if name != "gemma2")],
@@ -179,12 +130,7 @@ def test_turns_decode_as_the_plainest_loop_does(lend, architecture, context):
         expected = naive_rollout(model, tokenizer, requests, engine.limits)
     else:
         expected = Engine(model, tokenizer, SHORT, width=1, context=context, echo=True).rollout(requests)
-    for one, other in zip(trajectories, expected, strict=True):
-        assert [turn.action for turn in one.turns] == [turn.action for turn in other.turns]
-        for left, right in zip(one.segments, other.segments, strict=True):
-            np.testing.assert_array_equal(left.token_ids, right.token_ids)
-            np.testing.assert_array_equal(left.roles, right.roles)
-            np.testing.assert_allclose(left.sampler_logprobs, right.sampler_logprobs, atol=1e-4)
+    assert_same(trajectories, expected)
     assert [len(t.turns) for t in trajectories] == [1, 1, 3, 3, 2, 2]
     for trajectory in trajectories:
         check_record(model, tokenizer, trajectory)
@@ -201,21 +147,6 @@ def check_record(model, tokenizer, trajectory):
         # what is sampled was conditioned on exactly the recorded tokens before it, over all turns
         scores = score(model, segment.token_ids[None], segment.roles[None] == Role.ACTION, temperature=0.7)
         np.testing.assert_allclose(scores.logprobs[0], segment.sampler_logprobs, atol=1e-4)
-
-
-def test_a_turn_reads_only_its_new_tokens(lend):
-    model, tokenizer = lend("qwen3")
-    engine = Engine(model, tokenizer, SHORT)
-    trajectories = engine.rollout(group_requests([3, 2], chatter, group_size=2))
-    # the one prompt is read once; from then on a turn reads what was not sampled, and the last token where its limit
-    # cut the action, so that no step has read it
-    prompt = trajectories[0].turns[0].span[0]
-    later = sum(int((t.segments[0].roles != Role.ACTION).sum()) - prompt for t in trajectories)
-    cut = sum(turn.action_cut for t in trajectories for turn in t.turns[:-1])
-    assert cut > 0
-    assert prompt + later <= engine.stats.prefill_tokens <= prompt + later + cut
-    longest = max(t.num_sampled for t in trajectories)
-    assert engine.stats.decode_forwards <= longest  # no row ever waits where all fit
 
 
 def test_one_row_at_a_time_plays_the_same_episodes_one_after_the_other(lend):
@@ -241,10 +172,8 @@ def test_one_row_at_a_time_plays_the_same_episodes_one_after_the_other(lend):
     order.clear()
     sequential = play_in("sequential")
     assert order == [(2, 0)] * 2 + [(2, 1)] * 2 + [(3, 0)] * 3 + [(3, 1)] * 3  # so that one cache at a time exists
-    for one, other in zip(parallel, sequential, strict=True):
-        assert (one.task, one.group_id, one.sample_index) == (other.task, other.group_id, other.sample_index)
-        np.testing.assert_array_equal(one.segments[0].token_ids, other.segments[0].token_ids)
-        np.testing.assert_allclose(one.segments[0].sampler_logprobs, other.segments[0].sampler_logprobs, atol=1e-5)
+    assert_same(parallel, sequential, 1e-5)
+    assert [t.task for t in parallel] == [t.task for t in sequential] == [2, 2, 3, 3]
 
 
 def test_an_unknown_mode_is_refused(scripted):
