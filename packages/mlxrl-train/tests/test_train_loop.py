@@ -101,7 +101,7 @@ def test_steps_with_a_gradient_that_is_not_finite_are_counted_until_a_finite_one
     with pytest.raises(RunError, match="not finite in 5 steps in a row"):
         train(make_config(fields))
     metrics, events = (lines(tmp_path / "run" / f"{name}.jsonl") for name in ("metrics", "events"))
-    assert [row["grad_norm"] for row in metrics] == [None] * 5
+    assert [(row["grad_norm"], row["skipped"], row["nonfinite"]) for row in metrics] == [(None, 1, 1)] * 5
     assert [(row["step"], row["event"]) for row in events] == [(step, "skipped") for step in range(1, 6)]
 
 
@@ -162,7 +162,7 @@ def test_rewards_that_never_differ_train_nothing(values, tmp_path):
     saved = mx.load(str(tmp_path / "run" / "adapters" / "adapters.safetensors"))
     for name, value in tree_flatten(start.trainable_parameters()):
         assert (saved[name] == value).all(), name
-    assert [row["skipped"] for row in result.metrics] == [1.0, 1.0]
+    assert [(row["skipped"], row["nonfinite"]) for row in result.metrics] == [(1.0, 0.0)] * 2
     assert [row["event"] for row in lines(tmp_path / "run" / "events.jsonl")] == ["skipped", "skipped"]
 
 

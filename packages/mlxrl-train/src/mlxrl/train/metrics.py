@@ -59,7 +59,7 @@ def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
         values = [step[name] for step in steps]
         if name.endswith("/max"):
             combined[name] = max(values)
-        elif name in ("skipped", "scored_rows"):
+        elif name in ("skipped", "nonfinite", "scored_rows"):
             combined[name] = math.fsum(values)
         else:
             combined[name] = sum(values) / len(values)  # not by fsum, which refuses inf - inf

@@ -64,7 +64,7 @@ def optimizer_step(
 
     The gradient is that of the whole batch for any micro-batch size, token budget or order. A batch whose loss has no
     gradient (all advantages 0, no KL, no world-model term) takes no step, and neither does a gradient that is not
-    finite; `skipped` says so.
+    finite; `skipped` says so, and `nonfinite` of the latter.
 
     Args:
         model: the policy.
@@ -83,7 +83,8 @@ def optimizer_step(
 
     Returns:
         loss, policy_loss, kl, grad_norm, ratio, clip_ratio, entropy, sampling_logp_difference/mean and /max,
-        scored_rows, skipped, and with echo_alpha loss_echo; means are over the ACTION tokens of the scored rows.
+        scored_rows, skipped, nonfinite, and with echo_alpha loss_echo; means are over the ACTION tokens of the scored
+        rows.
     """
     if use_checkpoint is not None:
         checkpoint_blocks(model, enabled=use_checkpoint)
@@ -91,12 +92,13 @@ def optimizer_step(
     gradient, metrics = batch_gradient(
         model, batch, objective, pad_token_id=pad_token_id, max_tokens=max_tokens, max_rows=micro_batch_size
     )
-    metrics |= {"grad_norm": 0.0, "skipped": 1.0}
+    metrics |= {"grad_norm": 0.0, "skipped": 1.0, "nonfinite": 0.0}
     if gradient is None:
         return metrics
     gradient, norm = optim.clip_grad_norm(gradient, math.inf if max_grad_norm is None else max_grad_norm)
     metrics["grad_norm"] = float(norm)
     if not math.isfinite(metrics["grad_norm"]):
+        metrics["nonfinite"] = 1.0
         return metrics
     optimizer.update(model, gradient)
     mx.eval(model.trainable_parameters(), optimizer.state)  # the step is taken
@@ -106,7 +108,7 @@ def optimizer_step(
 
 def skipped_step() -> Metrics:
     """The metrics of `optimizer_step` where there was no batch to step on."""
-    return {"loss": 0.0, "scored_rows": 0.0, **_means([]), "grad_norm": 0.0, "skipped": 1.0}
+    return {"loss": 0.0, "scored_rows": 0.0, **_means([]), "grad_norm": 0.0, "skipped": 1.0, "nonfinite": 0.0}
 
 
 def optimizer_step_trajectory(
