@@ -75,7 +75,7 @@ def _placeholder(field: FieldInfo) -> str:
     if choices:
         return _toml(choices[0])
     examples = {bool: "true", int: "1", float: "0.1", str: '"..."'}
-    return next((example for kind, example in examples.items() if kind in kinds), "[0.5, 2.0]")
+    return next((example for kind, example in examples.items() if kind in kinds), "[0.5, 0.9]")
 
 
 def _toml(value: Any) -> str:

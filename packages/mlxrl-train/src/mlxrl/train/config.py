@@ -1,7 +1,7 @@
 """The configuration of a run: every field takes effect or is an error.
 
-The config is data: `mlxrl.train.config_file` reads it from TOML, and `mlxrl.train.algorithms` turns its algorithm
-section into an algorithm.
+The config is data: `mlxrl.train.config_file` reads it from TOML, `mlxrl.train.algorithms` turns its algorithm section
+into an algorithm, and `mlxrl.train.optimizers` its optimizer section into an optimizer.
 """
 
 import math
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from mlxrl.train.algorithms import AlgorithmConfig, check_algorithm
+from mlxrl.train.optimizers import OptimizerConfig
 from mlxrl.train.sections import Section
 
 Positive = Annotated[int, Field(ge=1)]
@@ -18,40 +19,6 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 # What the engine itself passes to the chat template.
 RESERVED_TEMPLATE_KWARGS = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict"}
-
-
-class OptimizerConfig(Section):
-    """[optimizer]: how gradients become steps."""
-
-    name: Literal["adam", "adamw"] = "adamw"
-    """Optimizer, by its name in mlx.optimizers."""
-    learning_rate: Annotated[float, Field(gt=0)] = 5e-5
-    """Learning rate after warm-up; LoRA takes about ten times that of full training."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay of Adam's two moments."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the square root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay of adamw."""
-    bias_correction: bool = True
-    """Correct the moments' start at zero; without it the first steps are several times too large or too small."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after warm-up, down to end_learning_rate at the last step."""
-    warmup_steps: NonNegative = 0
-    """Steps over which the learning rate rises linearly to its value."""
-    end_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Learning rate of the last step under the linear and cosine schedules."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.weight_decay and self.name == "adam":
-            raise ValueError(f"weight_decay = {self.weight_decay} has no effect on adam; set name = 'adamw'")
-        if self.end_learning_rate and self.schedule == "constant":
-            raise ValueError(
-                f"end_learning_rate = {self.end_learning_rate} has no effect on a constant schedule; "
-                "set schedule = 'linear' or 'cosine'"
-            )
-        return self
 
 
 class SamplingSection(Section):
