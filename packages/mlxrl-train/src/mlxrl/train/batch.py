@@ -5,7 +5,7 @@ The policy reads *segments* (rows of token ids, as the model saw them); losses s
 the right.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxrl.algo import Algorithm, AlgorithmBatch, echo_weights, mask_truncated, reduction_weights
-from mlxrl.policy import adapters_disabled
+from mlxrl.policy import adapter_replaced, adapters_disabled
 from mlxrl.rollout import Role, Segment, Trajectory
 from mlxrl.train.scoring import score_trajectories
 
@@ -72,6 +72,7 @@ def make_batch(
     reward_weights: Sequence[float],
     temperature: float = 1.0,
     reference: bool = False,
+    reference_adapter: Mapping[str, mx.array] | None = None,
     old: bool = False,
     mask_truncated_rows: bool = False,
     pad_token_id: int = 0,
@@ -87,7 +88,8 @@ def make_batch(
         rewards: `[B][K]`, a reward per reward function; None abstains.
         reward_weights: `[K]`.
         temperature: sampling temperature.
-        reference: score the tokens under the base model, for a KL term.
+        reference: score the tokens under the reference, for a KL term.
+        reference_adapter: adapter of the reference, as `adapter_parameters` gave it; None is the base model.
         old: score the tokens under the current policy now, for a batch that will be used more than once.
         mask_truncated_rows: keep truncated trajectories in the baseline but out of the loss.
         pad_token_id: id that fills rows.
@@ -107,7 +109,7 @@ def make_batch(
     if old or "old" in algorithm.needs_logprobs:
         view = replace(view, old_logprobs=logprobs())
     if reference or "reference" in algorithm.needs_logprobs:
-        with adapters_disabled(model):
+        with adapters_disabled(model) if reference_adapter is None else adapter_replaced(model, reference_adapter):
             view = replace(view, reference_logprobs=logprobs())
     return TrainBatch(
         segments=segments,

@@ -165,11 +165,20 @@ class TrainConfig(Section):
     quant_bits: Literal[4, 8, 16, 32] | None = None
     """Bits a weight that the model must have; checked against the model, changes nothing."""
     adapter: str | None = None
-    """Folder of an adapter to continue from; its rank, scale and layers must be those of this config."""
+    """Folder of an adapter to continue from; its rank, scale, kind and layers must be those of this config."""
     rank: Positive = 16
     """Rank of the LoRA adapter."""
     scale: Annotated[float, Field(gt=0)] = 2.0
-    """Factor of the low-rank term."""
+    """Factor of the low-rank term; alpha / rank elsewhere."""
+    rank_stabilized: bool = False
+    """rsLoRA: divide alpha = scale * rank by the root of the rank, so that the factor is scale * sqrt(rank)."""
+    use_dora: bool = False
+    """DoRA: train the norms of the weights' rows beside their directions; not for the layers of experts."""
+    targets: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Layers to adapt, by whole names of their paths in a row, with * for any text: "q_proj", "self_attn",
+    "layers.3.mlp", "layers.*.mlp.switch_mlp". By default every linear layer of every block, experts included."""
+    last_layers: Positive | None = None
+    """Adapt only so many of the last blocks; by default all."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapter's inputs while a gradient is taken."""
     gradient_checkpointing: bool = False
@@ -182,7 +191,9 @@ class TrainConfig(Section):
     """Most rows of one forward and backward pass, besides the token budget; changes no result."""
 
     kl_beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the base model; 0 runs no reference pass."""
+    """Weight of the KL to the reference; 0 runs no reference pass."""
+    reference: Literal["base", "initial_adapter"] = "base"
+    """What the KL is taken to: the base model, or the base with the adapter that the run continues from."""
     echo_alpha: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the world-model term on observation tokens; 0 switches it off."""
     echo_schedule: Literal["constant", "linear_taper_to_zero"] = "constant"
@@ -210,6 +221,11 @@ class TrainConfig(Section):
             raise ValueError(f"[data] is read by env_name = 'jsonl' only, got env_name = {self.env_name!r}")
         if self.data is None and self.env_name == "jsonl":
             raise ValueError("env_name = 'jsonl' needs [data] with a path; name the file of tasks")
+        if self.reference == "initial_adapter" and self.adapter is None:
+            raise ValueError(
+                "reference = 'initial_adapter' needs adapter, the folder of the adapter that the run continues from; "
+                "set it, or reference = 'base'"
+            )
         if self.update.minibatches > self.groups_per_step * self.group_size:
             raise ValueError(
                 f"update.minibatches = {self.update.minibatches} exceeds the "

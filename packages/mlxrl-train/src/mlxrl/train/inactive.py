@@ -31,6 +31,11 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum) -> tuple[str, .
             "rollout.env_timeout",
             "has no effect on plain prompts, which are nothing to wait for",
         ),
+        (
+            config.reference != "base" and not config.kl_beta,
+            "reference",
+            "acts on a KL term only; set kl_beta above 0",
+        ),
         (config.echo_alpha and turns == 1, "echo_alpha", one_turn),
         ((config.max_turns or 0) > turns, "max_turns", f"is above the {turns} of the environment"),
         (

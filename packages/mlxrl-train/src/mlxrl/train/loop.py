@@ -77,13 +77,13 @@ def train(
     """
     observer = observer or Observer()
     folder = open_run(config, resume=resume, force=force)
-    session = open_session(config)
+    session = open_session(config, adapter=folder.started_from(config) if resume else None)
     state = RunState()
     if resume:
         state = folder.restore(config, session.model, session.optimizer)
         session.loader.position, session.loader.passed_over = state.position, state.passed_over
     else:
-        folder.start(config)
+        folder.start(config, session.model, session.report, session.lora)
     if config.rollout.weights == "auto":
         if state.rollout_weights is None:
             choice = choose_weights(session, available_bytes=available_bytes)

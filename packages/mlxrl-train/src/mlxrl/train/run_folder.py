@@ -18,7 +18,7 @@ from mlxrl.train.config_file import config_toml, load_config
 from mlxrl.train.errors import RunFolderError
 from mlxrl.train.files import append_lines, point_link, read_lines, remove, write_folder, write_text
 
-STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+STATE, OPTIMIZER, DIGESTS = "state.json", "optimizer.safetensors", "sha256.json"
 CHOICE = "rollout_weights"
 """Name of the event that a choice of the rollouts' weights was made."""
 # Fields that may change between a run and its continuation, for they change nothing of what the steps compute; `steps`
@@ -63,21 +63,49 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.adapters = path / "adapters"
+        self.initial_adapter = path / "initial_adapter"
 
     @property
     def logs(self) -> tuple[Path, ...]:
         """The files of lines."""
         return self.metrics, self.rollouts, self.evaluations, self.events
 
-    def start(self, config: TrainConfig) -> None:
-        """Make the folder, without anything of an earlier run, and write the config; other files stay."""
+    def start(self, config: TrainConfig, model: nn.Module, report: PolicyReport, lora: LoRAConfig) -> None:
+        """Make the folder, without anything of an earlier run, and write the config; other files stay.
+
+        An adapter that the run continues from is copied into it, for its own folder may change.
+        """
         for file in (self.config, *self.logs):
             file.unlink(missing_ok=True)
         remove(self.adapters)
+        remove(self.initial_adapter)
         for folder in (*self.checkpoints.glob("step-*"), *self.checkpoints.glob(".step-*.new")):
             shutil.rmtree(folder)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+        def fill(folder: Path) -> None:
+            save_adapter(model, folder, lora, report.target_keys)
+            (folder / DIGESTS).write_text(json.dumps(_digests(folder), indent=2) + "\n")
+
+        if config.adapter is not None:
+            write_folder(self.initial_adapter, fill)
         write_text(self.config, config_toml(config))
+
+    def started_from(self, config: TrainConfig) -> Path | None:
+        """The folder's own copy of the adapter that the run continues from, if it continues from one.
+
+        Raises:
+            RunFolderError: the copy is missing or is not what was saved.
+        """
+        if config.adapter is None:
+            return None
+        try:
+            _check_digests(self.initial_adapter, json.loads((self.initial_adapter / DIGESTS).read_text()))
+        except (OSError, ValueError, AttributeError) as error:
+            raise RunFolderError(
+                f"{self.initial_adapter}, which the run started from, cannot be used ({error}); start a new run."
+            ) from error
+        return self.initial_adapter
 
     def log(self, file: Path, *rows: dict[str, Any]) -> None:
         """Append rows to one of the folder's files of lines."""
@@ -101,7 +129,7 @@ class RunFolder:
             contents = {
                 "state": state.__dict__,
                 "config": config.model_dump(mode="json"),
-                "sha256": {file.name: _digest(file) for file in sorted(folder.iterdir())},
+                "sha256": _digests(folder),
             }
             (folder / STATE).write_text(json.dumps(contents, indent=2) + "\n")
 
@@ -147,9 +175,7 @@ class RunFolder:
             state, digests = RunState(**contents["state"]), dict(contents["sha256"])
             if _name(state) != folder.name:
                 raise ValueError(f"{STATE} says step {state.step}")
-            for name, digest in digests.items():
-                if _digest(folder / name) != digest:
-                    raise ValueError(f"{name} is not what was saved")
+            _check_digests(folder, digests)
             self._check_config(folder, dict(contents["config"]), config)
             arrays = mx.load(str(folder / OPTIMIZER))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -190,6 +216,16 @@ def _is_choice(row: dict[str, Any]) -> bool:
 def _digest(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {file.name: _digest(file) for file in sorted(folder.iterdir())}
+
+
+def _check_digests(folder: Path, digests: dict[str, str]) -> None:
+    for name, digest in digests.items():
+        if _digest(folder / name) != digest:
+            raise ValueError(f"{name} is not what was saved")
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ import mlx.optimizers as optim
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxrl.algo import Algorithm, Correction, EchoSchedule
-from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, load_adapter, load_policy_with_lora
+from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, adapter_parameters, load_adapter, load_policy_with_lora
 from mlxrl.rollout import Engine, SamplingConfig
 from mlxrl.train.algorithms import build_algorithm, build_correction
 from mlxrl.train.config import TrainConfig
@@ -39,6 +39,8 @@ class Session:
     """The rewards of the tasks, and what they are shaped by."""
     correction: Correction | None
     optimizer: optim.Optimizer
+    reference_adapter: dict[str, mx.array] | None
+    """The adapter of the reference: that the run started from, or none."""
     echo: EchoSchedule
     pad_token_id: int
     inactive: tuple[str, ...]
@@ -50,28 +52,38 @@ class Session:
         return replace(self.engine.sampling, temperature=self.config.eval.temperature)
 
 
-def open_session(config: TrainConfig) -> Session:
+def open_session(config: TrainConfig, *, adapter: Path | None = None) -> Session:
     """Build tasks and rewards first, then load the model.
+
+    Args:
+        config: the run.
+        adapter: folder of the adapter that the run started from, where `config.adapter` may have changed since.
 
     Raises:
         ConfigError: a part of the config cannot be had, or the model does not fit it.
     """
     curriculum = make_curriculum(config)
-    if config.adapter is not None and not Path(config.adapter, "adapter_config.json").is_file():
+    if adapter is None and config.adapter is not None:
+        adapter = Path(config.adapter)
+    if adapter is not None and not Path(adapter, "adapter_config.json").is_file():
         raise ConfigError(f"adapter = {config.adapter!r} holds no adapter_config.json; name the folder of an adapter.")
     lora = LoRAConfig(
         rank=config.rank,
         scale=config.scale,
         dropout=config.dropout,
         grad_checkpoint=config.gradient_checkpointing,
+        rank_stabilized=config.rank_stabilized,
+        use_dora=config.use_dora,
+        targets=config.targets,
+        last_layers=config.last_layers,
         seed=config.seed,
     )
     if config.iogpu_wired_limit_mb is not None and mx.metal.is_available():
         mx.set_wired_limit(config.iogpu_wired_limit_mb * 2**20)
     try:
         model, tokenizer, report = load_policy_with_lora(config.model_id, lora)
-        if config.adapter is not None:
-            load_adapter(model, config.adapter)
+        if adapter is not None:
+            load_adapter(model, adapter)
         engine = _engine(config, model, tokenizer)
     except (ModelError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -120,6 +132,7 @@ def open_session(config: TrainConfig) -> Session:
         rewards=(*curriculum.rewards, *_shaping(config)),
         correction=build_correction(config),
         optimizer=optimizer,
+        reference_adapter=adapter_parameters(model) if config.reference == "initial_adapter" else None,
         echo=EchoSchedule(config.echo_alpha, config.echo_schedule, config.echo_taper_steps),
         pad_token_id=_pad_token_id(tokenizer),
         inactive=inactive_fields(config, curriculum),

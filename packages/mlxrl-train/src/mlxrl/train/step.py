@@ -77,6 +77,7 @@ def _make_batch(session: Session, trajectories: list[Trajectory]) -> TrainBatch:
         reward_weights=[reward.weight for reward in session.rewards],
         temperature=config.sampling.temperature,
         reference=config.kl_beta > 0,
+        reference_adapter=session.reference_adapter,
         old=_num_updates(config) > 1,
         mask_truncated_rows=config.algorithm.mask_truncated,
         max_rows=config.micro_batch_size,
