@@ -144,6 +144,22 @@ BAD = {
         r"\[data\] is read by env_name = 'jsonl' only, got env_name = 'arithmetic'\.",
     ),
     "data without a path": ('env_name = "jsonl"\n[data]\nprompt_column = "q"', r"data\.path: needs a value; set it\."),
+    "a reference without an adapter": (
+        'kl_beta = 0.1\nreference = "initial_adapter"',
+        r"reference = 'initial_adapter' needs adapter, the folder of .*; set it, or reference = 'base'\.",
+    ),
+    "an unknown reference": (
+        'reference = "adapter"',
+        r"reference: should be 'base' or 'initial_adapter', got 'adapter' \(str\)\.",
+    ),
+    "a target without a name": (
+        'targets = ["q_proj", ""]',
+        r"targets\.1: String should have at least 1 character, got '' \(str\)\.",
+    ),
+    "an option of another optimizer": (
+        '[optimizer]\nname = "lion"\nmomentum = 0.9',
+        r"optimizer: momentum = 0\.9 has no effect on lion; leave it out, or set name = 'muon'\.",
+    ),
     "more minibatches than trajectories": (
         "group_size = 2\ngroups_per_step = 2\n[update]\nminibatches = 5",
         r"update\.minibatches = 5 exceeds the 4 trajectories of a step; lower it or raise groups_per_step\.",
@@ -317,6 +333,8 @@ def test_a_model_that_does_not_fit_the_config_is_refused(values, tmp_path):
         return str(error.value)
 
     assert "'no-model' is no folder, and no hub name" in refusal(model_id="no-model")
+    assert "targets ['qkv_proj'] name no linear layer of the model, which has" in refusal(targets=["qkv_proj"])
+    assert "last_layers = 2 exceeds the 1 blocks of the model; lower it." in refusal(last_layers=2)
     assert "quant_bits = 4, but model_id = " in refusal(quant_bits=4)
     assert "has quantization none; name another model or leave quant_bits out." in refusal(quant_bits=8)
     assert "none' holds no adapter_config.json; name the folder of an adapter." in refusal(
@@ -359,6 +377,7 @@ def test_a_config_written_as_toml_reads_back_as_it_was(tmp_path):
                 "environment": {"seed": 3},
                 "chat_template_kwargs": {"enable_thinking": False, "tags": ["a", "b"]},
                 "optimizer": {"betas": [0.9, 0.95], "schedule": "cosine", "end_learning_rate": 1e-6},
+                "targets": ["q_proj", "layers.*.mlp"],
                 "update": {"max_grad_norm": 0},
                 "algorithm": {"name": "dr_grpo", "drgrpo_normalize_rewards": True},
                 "echo_alpha": 0.01,

@@ -15,6 +15,7 @@ import time
 import mlx.core as mx
 import pytest
 
+from mlxrl.policy.testing import make_tiny_model
 from mlxrl.train import ConfigError, RunError, config_toml, load_config, make_config, resume, train
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
@@ -99,6 +100,26 @@ def test_a_run_resumes_at_the_boundary_of_an_epoch_and_trains_to_more_steps(valu
     tasks = [row["task"] for row in rows(tmp_path / "run" / "rollouts.jsonl")]
     for epoch in (tasks[:24], tasks[24:]):
         assert sorted(epoch) == sorted(f"tasks.jsonl:{i}" for i in range(1, 13) for _ in range(2))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Folder of a tiny mixture of experts of two blocks."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 8}
+    return make_tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", **sizes)
+
+
+@pytest.mark.parametrize("adapter", [{}, {"use_dora": True, "targets": ["layers.1.self_attn", "layers.0.*.gate"]}])
+@pytest.mark.parametrize("name", ["adam", "adamw", "adafactor", "lion", "muon"])
+def test_the_state_of_every_optimizer_survives_bit_for_bit(values, mixture, tmp_path, name, adapter):
+    fields = values(model_id=str(mixture), steps=4, optimizer={"name": name, "learning_rate": 0.01}, **adapter)
+    train(make_config(fields | {"output": str(tmp_path / "whole"), "checkpoint": {"every": 2}}))
+    whole = contents(tmp_path / "whole")
+    assert not any(row["skipped"] for row in whole["metrics"])
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken", symlinks=True)
+    break_off(tmp_path / "broken", 2)
+    assert [row["step"] for row in resume(tmp_path / "broken").metrics] == [3, 4]
+    assert contents(tmp_path / "broken") == whole
 
 
 SCRIPT = """
