@@ -15,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
+from mlxrl.policy.rows import on_cuda
+
 # Partial sums that a thread keeps on CUDA: a wider adapter takes the two products.
 MAX_RANK = 64
 THREADS = 256
@@ -47,7 +49,7 @@ class DecodingLoRALinear(LoRALinear):
         if x.shape[-2] != 1:
             return super().__call__(x)
         y = self.linear(x)
-        if mx.cuda.is_available() and self.lora_a.shape[1] <= MAX_RANK:
+        if on_cuda() and self.lora_a.shape[1] <= MAX_RANK:
             return add_low_rank(x, y, self.lora_a, self.lora_b, self.scale)
         a, b = self._factors(y.dtype)
         return y + (x @ a) @ b  # `mx.addmm` sums in an order that depends on the number of rows

@@ -12,6 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 
+def on_cuda() -> bool:
+    """Whether what is computed now is computed by MLX's CUDA backend."""
+    return mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
+
+
 def flatten_quantized_rows(model: nn.Module) -> None:
     """Make every quantized linear layer, and a quantized embedding used as one, multiply its input as one matrix.
 

@@ -4,11 +4,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxrl.policy import MergedPolicy, decoding, flatten_quantized_rows
+from mlxrl.policy import MergedPolicy, decoding, flatten_quantized_rows, on_cuda
 from mlxrl.rollout.audit import audit
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.episode import Context, Episode, EpisodeLimits, RolloutRequest
@@ -95,7 +94,7 @@ class Engine:
             raise ValueError(f"context must be 'transcript' or 'turn', got {context!r}.")
         if weights not in ("shared", "merged"):
             raise ValueError(f"weights must be 'shared' or 'merged', got {weights!r}.")
-        if mx.cuda.is_available():
+        if on_cuda():
             flatten_quantized_rows(model)
         verdict = audit(model)
         name = getattr(getattr(model, "args", None), "model_type", type(model).__module__.rsplit(".", 1)[-1])
@@ -110,7 +109,7 @@ class Engine:
             width=width if verdict.batched else 1,
             ragged=verdict.ragged,
             row_bytes=verdict.row_bytes,
-            regroup_share=CUDA_REGROUP_SHARE if mx.cuda.is_available() else 0.0,
+            regroup_share=CUDA_REGROUP_SHARE if on_cuda() else 0.0,
             cache_bytes=cache_bytes,
         )
         self.deterministic, self.env_timeout = deterministic, env_timeout

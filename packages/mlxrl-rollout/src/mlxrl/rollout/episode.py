@@ -108,8 +108,8 @@ class Episode:
         self.sampling = request.sampling or limits.sampling
         self.max_draws = 0
         """Most tokens of this turn's action."""
-        self.num_drawn = 0
-        """Tokens of all actions so far."""
+        self._ends, self._stops = encoder.eos_ids, self.sampling.stop
+        self._num_drawn_before = 0
         self._environment: Environment | None = None
         self._max_turns = 1
         self._messages: list[Message] = []
@@ -132,6 +132,11 @@ class Episode:
     def token_ids(self) -> list[int]:
         """The tokens of the current segment: what the model's next token is conditioned on."""
         return [*self._segment.token_ids, *self._action]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of all actions so far."""
+        return self._num_drawn_before + len(self._action)
 
     @property
     def most_tokens(self) -> int:
@@ -192,10 +197,11 @@ class Episode:
         """Record a sampled token; returns whether it ends the action."""
         self._action.append(token)
         self._logprobs.append(logprob)
-        self.num_drawn += 1
-        ended = token in self.encoder.eos_ids or (bool(self.sampling.stop) and self._says_stop())
-        self._action_cut = not ended and len(self._action) >= self.max_draws
-        return ended or self._action_cut
+        if token in self._ends or (self._stops and self._says_stop()):
+            self._action_cut = False
+            return True
+        self._action_cut = len(self._action) >= self.max_draws
+        return self._action_cut
 
     def end_action(self) -> None:
         """The action is complete: from now on the environment can be consulted about it."""
@@ -292,6 +298,7 @@ class Episode:
             )
         )
         self._messages.append({"role": "assistant", "content": self._action_text})
+        self._num_drawn_before += len(self._action)
         self._action, self._logprobs = [], []
 
     def _is_over(self, result: StepResult) -> bool:

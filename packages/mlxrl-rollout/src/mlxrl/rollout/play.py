@@ -56,7 +56,8 @@ class Room:
     Args:
         width: most rows that hold a cache.
         ragged: whether texts of different length may be read together.
-        regroup_share: rows leave and join the batch once this share of it has ended; 0: at once.
+        regroup_share: rows join once they are this share of the batch, and rows that have ended leave without others
+            taking their places once they are twice as many; 0: at once.
         cache_bytes: most bytes of the caches; None: no bound.
         row_bytes: bytes that a row of so many tokens keeps.
     """
@@ -228,8 +229,9 @@ class Play:
             return bool(self._waiting or self._parked)
         due = len(self._due())
         free = self.room.width - num_live - (len(self._parked) - due)
-        changes = max(num_rows - num_live, min(free, due + len(self._waiting)))
-        return changes >= max(1, self.room.regroup_share * num_rows)
+        joining, leaving = min(free, due + len(self._waiting)), num_rows - num_live
+        share = self.room.regroup_share
+        return joining >= max(1, share * num_rows) or leaving >= max(1, 2 * share * num_rows)
 
     def _due(self) -> list[_Parked]:
         """The parked rows whose answer is taken at the next regrouping, and waited for if need be."""
