@@ -9,7 +9,7 @@ from mlxrl.policy.head import split_head
 from mlxrl.policy.load import find_model, load_policy_with_lora, read_config, register_model
 from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapter_replaced, adapters_disabled, dropout_active
 from mlxrl.policy.merged import MergedPolicy
-from mlxrl.policy.rows import flatten_quantized_rows
+from mlxrl.policy.rows import flatten_quantized_rows, on_cuda
 from mlxrl.policy.score import Scores, score
 from mlxrl.policy.targets import is_target
 
@@ -30,6 +30,7 @@ __all__ = [
     "is_target",
     "load_adapter",
     "load_policy_with_lora",
+    "on_cuda",
     "read_config",
     "register_model",
     "save_adapter",
