@@ -8,7 +8,12 @@ from mlxrl.policy import LoRAConfig, adapters_disabled, decoding, load_policy_wi
 from mlxrl.policy.decoding import DecodingLoRALinear, add_low_rank
 from mlxrl.policy.testing import make_tiny_model
 
-cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="CUDA is not available")
+
+@pytest.fixture
+def gpu():
+    if not mx.cuda.is_available():
+        pytest.skip("CUDA is not available")
+    mx.set_default_device(mx.gpu)  # the fixture of all tests puts back what was there
 
 
 def classes(model):
@@ -38,7 +43,8 @@ def test_a_pass_over_more_tokens_than_one_takes_the_two_products():
     assert mx.array_equal(layer(x), expected)
 
 
-@cuda
+@pytest.mark.cuda
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 @pytest.mark.parametrize(("rank", "width", "outputs"), [(1, 64, 32), (8, 1024, 3072), (16, 96, 1025), (64, 3072, 1024)])
 def test_one_kernel_adds_what_two_products_add(dtype, rank, width, outputs):
@@ -53,7 +59,7 @@ def test_one_kernel_adds_what_two_products_add(dtype, rank, width, outputs):
     assert result.shape == y.shape
     error = mx.abs(result.astype(mx.float32) - (y + term).astype(mx.float32)).max()
     size = mx.abs((y + term).astype(mx.float32)).max()
-    assert error <= size * {mx.bfloat16: 2**-7, mx.float16: 2**-10, mx.float32: 1e-3}[dtype]
+    assert error <= size * {mx.bfloat16: 2**-7, mx.float16: 2**-10, mx.float32: 5e-3}[dtype]  # TF32 in the products
     assert mx.abs(term).max() > 0.5 * mx.abs(y).max()  # the term is no smaller than what would hide it
 
 
@@ -76,6 +82,12 @@ def test_a_decode_step_gives_the_same_logits_within_rounding(tmp_path, dtype):
         assert [name for name, _ in tree_flatten(model.parameters())] == names
     assert mx.abs(plain - base).max() > 0.3 * mx.abs(base).max()  # the adapter matters
     assert mx.abs(fused - plain).max() < {mx.float32: 1e-5, mx.bfloat16: 5e-2}[dtype] * mx.abs(plain).max()
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("gpu")
+def test_on_cuda_a_decode_step_gives_the_same_logits_within_rounding(tmp_path):
+    test_a_decode_step_gives_the_same_logits_within_rounding(tmp_path, mx.bfloat16)
 
 
 def test_each_context_sees_the_adapter_as_it_is_then(tmp_path):
