@@ -99,6 +99,13 @@ def cuda(session: nox.Session) -> None:
 
 
 @nox.session
+def bench(session: nox.Session) -> None:
+    """Race mlxrl's rollouts against other ways to sample and write the figures that the README quotes."""
+    install(session, "--all-packages")
+    session.run("python", "tests-integration/benchmarks.py")
+
+
+@nox.session
 def learning(session: nox.Session) -> None:
     """Train the embedded default from several seeds and write the figures that the README quotes."""
     install(session, "--all-packages")
