@@ -42,10 +42,12 @@ MODELS = [SMALL, HYBRID, MIXTURE]
 RUN = RunShape(group_size=4, max_prompt_len=100, max_completion_len=412)
 
 
-def measured_model(dtype, layers):
+def measured_model(dtype, layers, bits=None):
     """The Qwen3 shape of the measurements: 256 wide, 4 heads and 2 kv heads of 64, 768 in the feed-forward."""
+    packed = {} if bits is None else {"quantization": {"bits": bits, "group_size": 64}}
     return ModelShape.from_config(
-        {
+        packed
+        | {
             "model_type": "qwen3",
             "dtype": dtype,
             "hidden_size": 256,
@@ -77,6 +79,51 @@ MEASURED = [
 def test_update_activations_are_within_15_percent_of_the_measured_peak(dtype, layers, checkpointing, measured):
     run = RunShape(group_size=4, max_prompt_len=64, max_completion_len=64, gradient_checkpointing=checkpointing)
     model = measured_model(dtype, layers)
+    predicted = (estimate(model, run).update_activations + 4 * model.lora_parameters(8)) / (4 * 128)
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+# The same with DoRA: of a quantised base each layer keeps the dense weights that it multiplied by
+MEASURED_DORA = [
+    ("float32", None, False, 182_423),
+    ("bfloat16", None, False, 133_490),
+    ("float32", 4, False, 205_967),
+    ("bfloat16", 4, False, 144_762),
+    ("float32", None, True, 94_771),
+    ("bfloat16", None, True, 77_766),
+    ("float32", 4, True, 102_445),
+    ("bfloat16", 4, True, 81_639),
+]
+
+
+@pytest.mark.parametrize(("dtype", "bits", "checkpointing", "measured"), MEASURED_DORA)
+def test_update_activations_of_dora_are_within_16_percent_of_the_measured_peak(dtype, bits, checkpointing, measured):
+    run = RunShape(
+        group_size=4, max_prompt_len=64, max_completion_len=64, gradient_checkpointing=checkpointing, use_dora=True
+    )
+    model = measured_model(dtype, 4, bits)
+    predicted = (estimate(model, run).update_activations + 4 * model.lora_parameters(8, True)) / (4 * 128)
+    assert predicted == pytest.approx(measured, rel=0.16)
+
+
+# Adapters on some layers of 4 blocks: on the last so many, or on the queries and values of all
+MEASURED_SOME = [
+    ("float32", 1, 63_564),
+    ("float32", 2, 92_156),
+    ("float32", None, 120_517),
+    ("bfloat16", 1, 48_608),
+    ("bfloat16", 2, 69_984),
+    ("bfloat16", None, 79_709),
+]
+
+
+@pytest.mark.parametrize(("dtype", "last", "measured"), MEASURED_SOME)
+def test_blocks_below_the_first_adapter_keep_nothing(dtype, last, measured):
+    def select(block, name):
+        return block >= 4 - last if last else name in ("self_attn.q_proj", "self_attn.v_proj")
+
+    run = RunShape(group_size=4, max_prompt_len=64, max_completion_len=64, gradient_checkpointing=False)
+    model = measured_model(dtype, 4).adapting(select)
     predicted = (estimate(model, run).update_activations + 4 * model.lora_parameters(8)) / (4 * 128)
     assert predicted == pytest.approx(measured, rel=0.15)
 
@@ -173,6 +220,11 @@ def test_adapters_take_twenty_bytes_an_element_with_adam():
     assert estimate(SMALL, replace(RUN, optimizer_states=0)).adapters == 12 * SMALL.lora_parameters(16)
 
 
+def test_the_adapter_of_a_reference_is_one_more_copy():
+    plain, kept = (estimate(SMALL, replace(RUN, has_reference_adapter=on)) for on in (False, True))
+    assert kept.adapters - plain.adapters == 4 * SMALL.lora_parameters(16)
+
+
 def test_the_head_holds_one_chunk_of_positions():
     # 2**26 logits are 441 positions of 151,936; three float32 copies
     assert estimate(SMALL, RUN).head == 3 * 4 * 151_936 * 441
@@ -255,6 +307,8 @@ RUNS = st.fixed_dictionaries(
     | {
         "gradient_checkpointing": st.booleans(),
         "has_reference": st.booleans(),
+        "has_reference_adapter": st.booleans(),
+        "use_dora": st.booleans(),
         "has_merged_copy": st.booleans(),
         "recurrence": st.sampled_from(["unrolled", "fused"]),
     }
@@ -284,6 +338,7 @@ def test_switches_only_ever_save_memory_the_way_they_say(model, run):
 @settings(max_examples=100, deadline=None)
 @given(run=RUNS, name=st.sampled_from(["Qwen3-0.6B", "Qwen3.5-9B"]), bits=st.sampled_from([2, 3, 4, 5, 6, 8]))
 def test_fewer_bits_never_take_more_memory(run, name, bits):
+    run = replace(run, use_dora=False)  # which holds the dense weights beside the packed ones
     packed, plain = estimate(known(f"{name}-{bits}bit"), run), estimate(known(name), run)
     assert packed.peak < plain.peak
 

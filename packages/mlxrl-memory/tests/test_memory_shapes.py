@@ -143,6 +143,21 @@ def test_a_merged_copy_holds_what_is_adapted_packed_or_cast():
 def test_lora_pairs_sit_on_every_linear_layer_of_every_block():
     # inputs + outputs: q, o 128 each; k, v 96 each; gate, up, down 192 each; rank 4, two blocks
     assert shape().lora_parameters(4) == 2 * 4 * (2 * 128 + 2 * 96 + 3 * 192)
+    # DoRA has a magnitude for each output: q, o 64, k, v 32, gate, up 128, down 64
+    assert shape().lora_parameters(4, use_dora=True) - shape().lora_parameters(4) == 2 * (
+        2 * 64 + 2 * 32 + 2 * 128 + 64
+    )
+
+
+def test_adapters_may_sit_on_some_layers_alone():
+    whole = shape(dtype="float32")
+    last_mlp = whole.adapting(lambda block, name: block == 1 and name.startswith("mlp."))
+    assert last_mlp.lora_parameters(4) == 4 * 3 * 192
+    assert last_mlp.parameters == whole.parameters
+    assert whole.adapting(lambda block, name: True) == whole
+    assert whole.adapting(lambda block, name: False).lora_parameters(4) == 0
+    # a merged copy of a model that is not cast shares what is not adapted
+    assert last_mlp.merged_copy_bytes == 4 * 3 * 64 * 128
 
 
 def test_a_config_is_read_from_a_folder_and_from_a_file(tmp_path):

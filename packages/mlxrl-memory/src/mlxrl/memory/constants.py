@@ -9,6 +9,7 @@ FLOAT32_BYTES = 4
 # --- Adapters -------------------------------------------------------------------------------------------------------
 ADAPTER_BYTES = 4  # LoRA matrices are trained in float32, whatever the model's dtype
 GRADIENT_COPIES = 2  # the sum over micro-batches, and the fresh gradient that is added to it
+DORA_NORM_COPIES = 2  # float32 of one layer's matrix, while its norms are taken: the low-rank product, and the sum
 
 # --- What autodiff keeps in one block, in elements per token (exact against the float32 measurement) -----------------
 KEPT_HIDDEN = 2  # inputs of the two norms, hidden wide

@@ -8,6 +8,7 @@ from mlxrl.memory.constants import (
     BACKWARD_BLOCKS,
     BATCH_TOKEN_BYTES,
     CHECKPOINT_BLOCKS,
+    DORA_NORM_COPIES,
     FIXED_OVERHEAD,
     FLOAT32_BYTES,
     GRADIENT_COPIES,
@@ -80,7 +81,8 @@ def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
         The bytes by part, with notes on what is not measured.
     """
     adapter_copies = ADAPTER_BYTES * (1 + GRADIENT_COPIES) + FLOAT32_BYTES * run.optimizer_states
-    adapters = adapter_copies * model.lora_parameters(run.lora_rank)
+    adapter_copies += ADAPTER_BYTES * run.has_reference_adapter
+    adapters = adapter_copies * model.lora_parameters(run.lora_rank, run.use_dora)
     kv_cache = _kv_cache(model, run)
     rollout_activations = _rollout_activations(model, run)
     update_activations = _update_activations(model, run)
@@ -122,17 +124,34 @@ def _rollout_activations(model: ModelShape, run: RunShape) -> int:
     tokens = prompts if run.max_turns == 1 else max(prompts, run.width * run.sequence_length)
     widest = max(block.forward_bytes(run.sequence_length, model.dtype_bytes) for block in model.blocks)
     logits = SAMPLER_COPIES * FLOAT32_BYTES * run.width * model.vocab_size
-    return max(math.ceil(min(tokens, PREFILL_CHUNK) * widest), logits)
+    return max(math.ceil(min(tokens, PREFILL_CHUNK) * widest), logits) + _dora_layer(model, run)
 
 
 def _update_activations(model: ModelShape, run: RunShape) -> int:
-    """What all blocks keep of a micro-batch, and what is live while one block's gradient is taken."""
-    kept = [block.kept_bytes(run.sequence_length, model.dtype_bytes, run.recurrence) for block in model.blocks]
+    """What the blocks keep of a micro-batch, and what is live while one block's gradient is taken.
+
+    No gradient goes below the first block with an adapter. A DoRA layer keeps its output before the magnitude and, of
+    a quantised base, the dense weights that it multiplied by.
+    """
+    first = next((number for number, block in enumerate(model.blocks) if block.adapted_linears), 0)
+    blocks = model.blocks[first:]
+    kept = [block.kept_bytes(run.sequence_length, model.dtype_bytes, run.recurrence) for block in blocks]
+    outputs = [sum(x.active * x.outputs for x in block.adapted_linears) * run.use_dora for block in blocks]
+    weights = [bytes_of_block * run.use_dora for bytes_of_block in model.unpacked_bytes[first:]]
     if run.gradient_checkpointing:
         per_token = len(kept) * model.hidden_size * model.dtype_bytes + CHECKPOINT_BLOCKS * max(kept)
+        per_token += max(outputs) * model.dtype_bytes
+        dense = max(weights)
     else:
-        per_token = sum(kept) + BACKWARD_BLOCKS * max(kept)
-    return math.ceil(run.micro_batch_tokens * per_token)
+        per_token = sum(kept) + BACKWARD_BLOCKS * max(kept) + sum(outputs) * model.dtype_bytes
+        dense = sum(weights)
+    return math.ceil(run.micro_batch_tokens * per_token) + dense + _dora_layer(model, run)
+
+
+def _dora_layer(model: ModelShape, run: RunShape) -> int:
+    """The widest DoRA layer at work: its matrix in the dtype, and in float32 while its norms are taken."""
+    widest = max((x.weights for block in model.blocks for x in block.adapted_linears), default=0)
+    return run.use_dora * widest * (model.dtype_bytes + DORA_NORM_COPIES * FLOAT32_BYTES)
 
 
 def _notes(model: ModelShape, run: RunShape) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ Recurrence = Literal["unrolled", "fused"]
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: `experts` matrices of `outputs x inputs`, of which a token passes `active`."""
+    """A linear layer: `experts` matrices of `outputs x inputs`, of which a token passes `active`; adapted or not."""
 
     name: str
     inputs: int
@@ -35,6 +35,7 @@ class Linear:
     experts: int = 1
     active: int = 1
     router: bool = False
+    adapted: bool = True
 
     @property
     def weights(self) -> int:
@@ -46,9 +47,11 @@ class Linear:
         """Elements of the bias vectors."""
         return self.experts * self.outputs * self.bias
 
-    def lora_parameters(self, rank: int) -> int:
-        """Elements of the pair A `[inputs, rank]`, B `[rank, outputs]`, one pair per expert."""
-        return self.experts * rank * (self.inputs + self.outputs)
+    def lora_parameters(self, rank: int, use_dora: bool = False) -> int:
+        """Elements of the pair A `[inputs, rank]`, B `[rank, outputs]`, one pair per expert; DoRA adds `[outputs]`."""
+        if not self.adapted:
+            return 0
+        return self.experts * (rank * (self.inputs + self.outputs) + self.outputs * use_dora)
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,11 @@ class Block:
         """All elements of the block."""
         return sum(x.weights + x.bias_weights for x in self.linears) + self.other_parameters
 
+    @property
+    def adapted_linears(self) -> tuple[Linear, ...]:
+        """The linear layers that carry an adapter."""
+        return tuple(linear for linear in self.linears if linear.adapted)
+
     def cache_bytes(self, positions: int, dtype_bytes: int) -> int:
         """Bytes of one row's cache: keys and values of `positions`, in whole steps, or the recurrent state."""
         if self.delta is not None:
@@ -158,7 +166,8 @@ class Block:
         Float32 adapters on a 16-bit model make a float32 copy of the input at every linear layer; on a float32 model
         the layers that read the same input share it.
         """
+        each = sum(x.active * x.inputs for x in self.adapted_linears)
         if dtype_bytes < FLOAT32_BYTES:
-            return FLOAT32_BYTES * sum(x.active * x.inputs for x in self.linears)
+            return FLOAT32_BYTES * each
         mixed = self.query_width if self.delta is None else self.delta.value_width
-        return FLOAT32_BYTES * (2 * self.hidden_size + mixed + self.feed_forward_width)
+        return FLOAT32_BYTES * min(each, 2 * self.hidden_size + mixed + self.feed_forward_width)

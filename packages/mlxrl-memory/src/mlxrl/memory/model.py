@@ -1,8 +1,8 @@
 """The shape of a model, read from its config.json: parameters, bytes of weights, and its blocks."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,7 +118,7 @@ class ModelShape:
     def weight_bytes(self) -> int:
         """Bytes of all weights: packed values, scales and biases of quantised matrices, the rest in the dtype."""
         matrices = [(table, table.name) for table in self._tables()]
-        matrices += [(x, f"{index}.{x.name}") for index, block in enumerate(self.blocks) for x in block.linears]
+        matrices += [pair for block in self._linears() for pair in block]
         plain = self.parameters - sum(linear.weights for linear, _ in matrices)
         return plain * self.dtype_bytes + sum(self._matrix_bytes(linear, path) for linear, path in matrices)
 
@@ -130,23 +130,51 @@ class ModelShape:
         """
         if self.dtype == "bfloat16":
             return self.dtype_bytes * self.parameters
-        adapted = sum(linear.weights for block in self.blocks for linear in block.linears)
-        packed = self.quantization
-        tables = sum(t.weights for t in self._tables() if packed is not None and packed.packs(t, t.name))
-        return self.dtype_bytes * (adapted + tables)
+        adapted = sum(linear.weights for block in self.blocks for linear in block.adapted_linears)
+        others = [(table, table.name) for table in self._tables()]
+        others += [(x, path) for block in self._linears() for x, path in block if not x.adapted]
+        return self.dtype_bytes * (adapted + sum(x.weights for x, path in others if self._is_packed(x, path)))
+
+    @property
+    def unpacked_bytes(self) -> tuple[int, ...]:
+        """Per block, bytes of its adapted and quantised matrices once dequantised, as DoRA layers multiply by them."""
+        return tuple(
+            self.dtype_bytes * sum(x.weights for x, path in block if x.adapted and self._is_packed(x, path))
+            for block in self._linears()
+        )
 
     def cache_bytes(self, positions: int) -> int:
         """Bytes of one row's cache when it holds `positions` tokens."""
         return sum(block.cache_bytes(positions, self.dtype_bytes) for block in self.blocks)
 
-    def lora_parameters(self, rank: int) -> int:
-        """Elements of LoRA pairs of this rank on every linear layer of every block."""
-        return sum(linear.lora_parameters(rank) for block in self.blocks for linear in block.linears)
+    def adapting(self, select: Callable[[int, str], bool]) -> "ModelShape":
+        """The same model with adapters on some of its linear layers only.
+
+        Args:
+            select: whether the layer of a block, by its number from 0, and of a name in it, such as "mlp.down_proj",
+                has one.
+        """
+        blocks = tuple(
+            replace(block, linears=tuple(replace(x, adapted=select(number, x.name)) for x in block.linears))
+            for number, block in enumerate(self.blocks)
+        )
+        return replace(self, blocks=blocks)
+
+    def lora_parameters(self, rank: int, use_dora: bool = False) -> int:
+        """Elements of LoRA pairs of this rank on every adapted linear layer, and of DoRA's magnitudes."""
+        return sum(linear.lora_parameters(rank, use_dora) for block in self.blocks for linear in block.linears)
+
+    def _linears(self) -> list[list[tuple[Linear, str]]]:
+        """Per block its linear layers and their paths, as `quantization` names them."""
+        return [[(x, f"{number}.{x.name}") for x in block.linears] for number, block in enumerate(self.blocks)]
 
     def _tables(self) -> tuple[Linear, ...]:
         embedding = Linear("embed_tokens", self.hidden_size, self.vocab_size)
         head = Linear("lm_head", self.hidden_size, self.vocab_size, self.head_bias)
         return (embedding,) if self.tied else (embedding, head)
+
+    def _is_packed(self, linear: Linear, path: str) -> bool:
+        return self.quantization is not None and self.quantization.packs(linear, path)
 
     def _matrix_bytes(self, linear: Linear, path: str) -> int:
         if self.quantization is None:

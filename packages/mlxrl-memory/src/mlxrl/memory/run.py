@@ -24,9 +24,12 @@ class RunShape:
         micro_batch_size: most rows in one backward pass; None for no cap.
         max_tokens_per_micro_batch: most tokens in one backward pass, though one row always fits; None for no cap.
         gradient_checkpointing: whether each block is recomputed in the backward pass.
-        lora_rank: rank of the adapters, which sit on every linear layer of every block.
+        lora_rank: rank of the adapters, which sit on every linear layer of every block unless the model's shape says
+            otherwise (`ModelShape.adapting`).
+        use_dora: whether the adapters are DoRA, which multiplies by dense weights and keeps its layers' outputs.
         optimizer_states: float32 values the optimizer keeps per adapter element (Adam: 2).
         has_reference: whether a reference forward runs (kl_beta > 0): the same weights with the adapter off.
+        has_reference_adapter: whether the reference has an adapter of its own, that the run started from.
         score_chunk: positions whose logits exist at once; None for as many as give 2**26 logits.
         recurrence: how gated-delta layers run in training: "unrolled" is mlx-lm's loop, which keeps two recurrent
             states a token; "fused" is a chunked kernel. Without such layers it means nothing.
@@ -46,8 +49,10 @@ class RunShape:
     max_tokens_per_micro_batch: int | None = None
     gradient_checkpointing: bool = True
     lora_rank: int = 16
+    use_dora: bool = False
     optimizer_states: int = 2
     has_reference: bool = False
+    has_reference_adapter: bool = False
     score_chunk: int | None = None
     recurrence: Recurrence = "unrolled"
 
