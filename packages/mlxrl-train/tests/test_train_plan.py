@@ -1,13 +1,14 @@
 """The memory plan of a config: read from config.json alone, and its proposals make a config that fits."""
 
 import json
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model, quantize_model
 
 from mlxrl.memory import ModelShape
-from mlxrl.policy import LoRAConfig, MergedPolicy
+from mlxrl.policy import LoRAConfig, MergedPolicy, load_policy_with_lora
 from mlxrl.policy.lora import attach_lora
 from mlxrl.policy.testing import make_tiny_model
 from mlxrl.train import ConfigError, fitted_overrides, load_config, make_config, make_plan
@@ -56,6 +57,10 @@ PEAKS = {
     "max_turns": (4, "rises"),
     "rank": (64, "rises"),
     "kl_beta": (0.1, "rises"),
+    "use_dora": (True, "rises"),
+    "targets": (("q_proj", "layers.3.mlp"), "falls"),
+    "last_layers": (4, "falls"),
+    "optimizer.name": ("lion", "falls"),
     "micro_batch_size": (1, "falls"),
     "update.max_tokens_per_micro_batch": (1024, "falls"),
     "gradient_checkpointing": (True, "falls"),
@@ -72,6 +77,33 @@ def test_the_plan_reads_each_field_that_takes_memory(field):
         make_plan(load_config(None, base | change), available_bytes=GB).estimate.peak for change in ({}, {field: value})
     )
     assert (after > before) if way == "rises" else (after < before)
+
+
+ADAPTERS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {}),
+    ("qwen3", {"use_dora": True, "last_layers": 1}),
+    ("qwen3", {"targets": ("q_proj", "layers.1.mlp")}),
+    ("qwen3_moe", {"targets": ("switch_mlp",), "last_layers": 1}),
+    ("qwen3_5", {"targets": ("linear_attn.*_proj", "self_attn"), "use_dora": True}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "fields"), ADAPTERS)
+def test_the_plan_counts_the_parameters_that_are_trained(tmp_path, architecture, fields):
+    folder = make_tiny_model(tmp_path / "model", architecture)
+    config = make_config({"model_id": str(folder), "rank": 3, **fields})
+    plan = make_plan(config, available_bytes=GB)
+    _, _, report = load_policy_with_lora(folder, LoRAConfig(rank=3, **fields))
+    assert plan.model.lora_parameters(3, config.use_dora) == report.trainable_parameters
+
+
+def test_the_plan_counts_the_adapter_of_the_reference():
+    base = {"model_id": "mlx-community/Qwen3-0.6B-4bit", "adapter": "a", "kl_beta": 0.1}
+    plain, kept = (
+        make_plan(make_config(base | {"reference": reference}), available_bytes=GB)
+        for reference in ("base", "initial_adapter")
+    )
+    assert kept.estimate.adapters - plain.estimate.adapters == 4 * plain.model.lora_parameters(16)
 
 
 def test_the_plan_reads_how_wide_a_rollout_is():

@@ -118,6 +118,10 @@ CLASSES: dict[str, type[Any]] = {
 }
 
 
+# Values that each keeps per element of the adapter; adafactor's rows and columns are fewer, and counted as one.
+STATES = {"adam": 2, "adamw": 2, "adafactor": 1, "lion": 1, "muon": 1}
+
+
 def make_optimizer(config: OptimizerConfig) -> optim.Optimizer:
     """The optimizer of a config, its learning rate at the value after warm-up."""
     options = {option: getattr(config, option) for option in OPTIONS[config.name]}

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxrl.memory import FitResult, MemoryEstimate, ModelShape, RunShape, available_memory, estimate, fit, known_config
-from mlxrl.policy import ModelError, find_model, read_config
+from mlxrl.policy import ModelError, find_model, is_target, read_config
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import ConfigError
+from mlxrl.train.optimizers import STATES
 
 # Where a field of the run's shape lives in the config, when it has another name there.
 CONFIG_FIELDS = {
@@ -46,7 +47,7 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
         ConfigError: the model's config.json cannot be had or understood.
     """
     try:
-        model = ModelShape.from_config(model_config(config.model_id))
+        model = adapted(ModelShape.from_config(model_config(config.model_id)), config)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     except ValueError as error:
@@ -64,6 +65,14 @@ def model_config(model_id: str) -> dict[str, Any]:
     if known is not None:
         return dict(known)
     return read_config(find_model(model_id, config_only=True))
+
+
+def adapted(model: ModelShape, config: TrainConfig) -> ModelShape:
+    """The model with adapters where the config has them, its blocks named as most of mlx-lm's models name theirs."""
+    first = len(model.blocks) - (config.last_layers or len(model.blocks))
+    return model.adapting(
+        lambda block, name: block >= first and is_target(f"model.layers.{block}.{name}", config.targets)
+    )
 
 
 def run_shape(config: TrainConfig, *, max_turns: int) -> RunShape:
@@ -84,7 +93,10 @@ def run_shape(config: TrainConfig, *, max_turns: int) -> RunShape:
         max_tokens_per_micro_batch=config.update.max_tokens_per_micro_batch,
         gradient_checkpointing=config.gradient_checkpointing,
         lora_rank=config.rank,
+        use_dora=config.use_dora,
+        optimizer_states=STATES[config.optimizer.name],
         has_reference=config.kl_beta > 0,
+        has_reference_adapter=config.reference == "initial_adapter",
     )
 
 
