@@ -28,7 +28,7 @@ class OptimizerConfig(Section):
     """Optimizer, by its name in mlx.optimizers."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-5
     """Learning rate after warm-up; LoRA takes about ten times that of full training. Lion takes a third to a tenth of
-    adam's, muon ten times it."""
+    adam's, muon several times it."""
     betas: tuple[Beta, Beta] | None = None
     """adam, adamw: decay of the two moments, by default 0.9 and 0.999; lion: of its direction and of its moment, by
     default 0.9 and 0.99."""
