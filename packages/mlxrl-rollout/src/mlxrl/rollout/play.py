@@ -245,15 +245,12 @@ class Play:
         """Rows that have ended give their places to rows whose environment has answered, and then to new ones."""
         keep = [place for place, row in enumerate(self._batch.rows) if not row.ended]
         staying = [self._batch.rows[place] for place in keep]
-        if not staying and (not self._waiting or len(self._parked) >= self.room.width):
+        if not staying and not self._a_new_row_fits():
             self._stage.wait_for_any([parked.ticket for parked in self._parked])
         returning = self._take_answers()
         free = max(0, self.room.width - len(staying) - len(self._parked))
         joining = [*(seat.row for seat in returning), *self._waiting][:free]
-        held = [*staying, *(parked.row for parked in self._parked if parked.seat is not None)]
-        fitting = self.room.how_many_fit(held, joining)
-        if not staying and joining:
-            fitting = max(fitting, 1)  # or nobody would ever go on
+        fitting = self._how_many_fit(staying, joining)
         self._queue([Row(seat.row.episode) for seat in returning[fitting:]], ahead=True)  # to be read again
         returning = returning[:fitting]
         new = [self._waiting.popleft() for _ in range(fitting - len(returning))]
@@ -261,6 +258,16 @@ class Play:
         if draws is not None:
             self._unread.append(draws)
         self._count_caches()
+
+    def _how_many_fit(self, staying: Sequence[Row], joining: Sequence[Row]) -> int:
+        held = [*staying, *(parked.row for parked in self._parked if parked.seat is not None)]
+        fitting = self.room.how_many_fit(held, joining)
+        return fitting if held else max(fitting, min(1, len(joining)))  # or nobody would ever go on
+
+    def _a_new_row_fits(self) -> bool:
+        """Whether a row could join an empty batch beside those that wait for their environments."""
+        has_place = bool(self._waiting) and len(self._parked) < self.room.width
+        return has_place and self._how_many_fit([], [self._waiting[0]]) > 0
 
     def _take_answers(self) -> list[_Seat]:
         """Hear the environments that are due; the seats of the rows that read on from where they are."""

@@ -1,0 +1,110 @@
+"""Bytes: the bound of the rows' caches, and that rollouts leave nothing behind."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxrl.rollout import Engine, SamplingConfig, group_requests
+from mlxrl.rollout.decoder import Row
+from mlxrl.rollout.play import Room
+
+from .comparing import assert_same
+from .environments import Chatter
+
+SAMPLING = SamplingConfig(temperature=0.7, max_tokens=5)
+# Keys and values of a layer of the tiny models: 2 heads of 16 floats each.
+LAYER_TOKEN_BYTES = 2 * 2 * 16 * 4
+STEP = 256  # tokens by which mlx-lm's caches grow
+
+
+def requests_of(num_turns, num_characters, num_rows=8):
+    """Groups of two, each with a prompt of its own of so many characters and three tokens of the template."""
+
+    def factory(task, seed, member):
+        return Chatter(num_turns, task * num_characters)
+
+    return group_requests("abcdefgh"[: num_rows // 2], factory, group_size=2)
+
+
+def test_a_row_costs_what_its_layers_keep(lend):
+    # two layers of keys and values; of gemma3_text's, one sees 16 tokens; qwen3_5 has three layers of a fixed state
+    assert Engine(*lend("qwen3"), SAMPLING).room.row_bytes(100) == 100 * 2 * LAYER_TOKEN_BYTES
+    assert Engine(*lend("gemma3_text"), SAMPLING).room.row_bytes(100) == (100 + 16) * LAYER_TOKEN_BYTES
+    assert Engine(*lend("gemma3_text"), SAMPLING).room.row_bytes(9) == (9 + 9) * LAYER_TOKEN_BYTES
+    # 4 heads with states of 16 x 16, and 3 inputs of a convolution over 2 x 16 + 2 x 16 + 4 x 16 channels, in float32
+    states = 3 * 4 * (4 * 16 * 16 + 3 * 128)
+    assert Engine(*lend("qwen3_5"), SAMPLING).room.row_bytes(100) == states + 100 * LAYER_TOKEN_BYTES
+
+
+@pytest.mark.parametrize(("num_rows", "peak"), [(20, 8), (8, 8), (7.9, 7), (3, 3), (2, 2), (1, 1), (0.01, 1)])
+def test_as_many_rows_are_played_at_once_as_fit(lend, num_rows, peak):
+    policy = lend("qwen3")
+    row = (92 + 3 + 5) * 2 * LAYER_TOKEN_BYTES  # the prompt and all that may be said
+    budget = max(1, int(num_rows * row))
+    engine = Engine(*policy, SAMPLING, cache_bytes=budget)
+    trajectories = engine.rollout(requests_of(1, 92))
+    assert engine.stats.peak_rows == peak
+    # beyond what the tokens fill a row has room for a step, and prompts are kept while members of their group wait
+    beyond = peak * STEP * 2 * LAYER_TOKEN_BYTES + peak * 2 * STEP * 2 * LAYER_TOKEN_BYTES
+    assert engine.stats.peak_cache_bytes <= max(budget, row) + beyond
+    assert_same(trajectories, Engine(*policy, SAMPLING).rollout(requests_of(1, 92)), 1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_the_bound_holds_over_turns_and_changes_no_word(lend, architecture, deterministic):
+    policy = lend(architecture)
+    free = Engine(*policy, SAMPLING)
+    expected = free.rollout(requests_of(3, 100))
+    row = free.room.row_bytes(max(len(t.segments[0].token_ids) for t in expected))
+    peaks: list[int] = []
+    for num_rows in (8, 4, 2, 0.5):
+        engine = Engine(*policy, SAMPLING, cache_bytes=int(num_rows * row), deterministic=deterministic)
+        assert_same(engine.rollout(requests_of(3, 100)), expected, 1e-5)
+        peaks.append(engine.stats.peak_cache_bytes)
+        # the rows of the first turns are shorter, so that one more fits now and then
+        assert max(1, int(num_rows)) <= engine.stats.peak_rows <= 1.5 * max(1, num_rows)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < 0.4 * free.stats.peak_cache_bytes
+
+
+def held(*most_tokens):
+    """Rows that are as long as that when their action is as long as it may be."""
+    episodes: list[Any] = [SimpleNamespace(most_tokens=most, num_drawn=0) for most in most_tokens]
+    return [Row(episode) for episode in episodes]
+
+
+@pytest.mark.parametrize(
+    ("staying", "joining", "fitting"),
+    # 100 bytes, a byte a token; every row is padded to the longest
+    [
+        ((), (50, 50), 2),
+        ((), (50, 51), 1),
+        ((), (101,), 0),
+        ((30, 10), (30,), 1),
+        ((30, 10), (34,), 0),
+        ((10, 10), (20, 20, 20, 20), 3),
+        ((20,), (10,) * 9, 4),
+        ((40, 40, 40), (1,), 0),
+        ((), (), 0),
+    ],
+)
+def test_every_row_counts_with_the_length_of_the_longest(staying, joining, fitting):
+    room = Room(width=64, ragged=True, row_bytes=lambda num_tokens: num_tokens, cache_bytes=100)
+    assert room.how_many_fit(held(*staying), held(*joining)) == fitting
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_5"])
+def test_memory_is_flat_over_many_rollouts(lend, architecture):
+    engine = Engine(*lend(architecture), SamplingConfig(temperature=0.7, max_tokens=3), width=2)
+    active, cached = [], []
+    mx.clear_cache()
+    for i in range(200):  # twenty times the same ten rollouts, of prompts of 1 to 64 characters
+        opening = "x" * (1 + 7 * (i % 10))
+        engine.rollout(group_requests([1 + i % 2], lambda turns, *_, o=opening: Chatter(turns, o), group_size=3))
+        active.append(mx.get_active_memory())
+        cached.append(mx.get_cache_memory())
+    assert active[19] == active[199]
+    assert cached[199] <= 1.05 * cached[19]
