@@ -1,9 +1,15 @@
-"""Trajectories held against one another and against the scorer."""
+"""Engines for tests, and trajectories held against one another and against the scorer."""
 
 import numpy as np
 
 from mlxrl.policy import score
-from mlxrl.rollout import Role
+from mlxrl.rollout import Engine, Role
+
+
+def engine_of(policy, sampling, **options):
+    """An engine for a model and its tokenizer."""
+    model, tokenizer = policy
+    return Engine(model, tokenizer, sampling, **options)
 
 
 def assert_same(some, others, tolerance=1e-4):

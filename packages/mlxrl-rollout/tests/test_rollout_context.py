@@ -12,7 +12,7 @@ from mlxrl.rollout import (
     single_turn_environment,
 )
 
-from .comparing import assert_same
+from .comparing import assert_same, engine_of
 from .environments import converse
 
 FOUR = SamplingConfig(temperature=0.7, max_tokens=4)
@@ -31,8 +31,8 @@ def converse_with(policy, *lines, sampling=FOUR, **options):
 def test_an_action_is_cut_where_the_context_ends(lend):
     policy = lend("qwen3")
     requests = group_requests([Task("hi"), Task("hello")], single_turn_environment, group_size=2)
-    cut = Engine(*policy, FOUR, max_context=7).rollout(requests)
-    whole = Engine(*policy, FOUR).rollout(requests)
+    cut = engine_of(policy, FOUR, max_context=7).rollout(requests)
+    whole = engine_of(policy, FOUR).rollout(requests)
     # prompts of 5 and of 8 tokens: two tokens fit after the one, the other is too long
     for trajectory, other in zip(cut[:2], whole[:2], strict=True):
         assert trajectory.completion_ids == other.completion_ids[:2]
@@ -80,8 +80,8 @@ def test_a_context_that_is_full_costs_the_others_nothing(lend):
     policy = lend("qwen3")
     lines = [("hi", "no", "so"), ("hi", "x" * 40, "so"), ("y" * 60, "no", "so"), ("hi", "no", "so", "or")]
     requests = group_requests(lines, converse, group_size=2)
-    full = Engine(*policy, FOUR, max_context=48, width=3).rollout(requests)
-    free = Engine(*policy, FOUR).rollout(requests)
+    full = engine_of(policy, FOUR, max_context=48, width=3).rollout(requests)
+    free = engine_of(policy, FOUR).rollout(requests)
     reasons = [StopReason.env_done] * 2 + [StopReason.context] * 4 + [StopReason.env_done] * 2
     assert [t.stop_reason for t in full] == reasons
     assert [t.failed for t in full] == [False] * 4 + [True] * 2 + [False] * 2
@@ -113,13 +113,13 @@ def test_a_megabyte_of_text_ends_its_row_and_no_other(lend):
     policy = lend("qwen3")
     flood = "flood " * (2**20 // 6)
     requests = group_requests([("hi", "no", "so"), ("hi", flood, "so"), (flood, "no")], converse, group_size=1)
-    calm, flooded, drowned = Engine(*policy, FOUR).rollout(requests)
+    calm, flooded, drowned = engine_of(policy, FOUR).rollout(requests)
     assert calm.stop_reason == StopReason.env_done
     assert (flooded.stop_reason, flooded.failed, len(flooded.turns)) == (StopReason.context, False, 1)
     assert len(flooded.segments[0].token_ids) < 1024
     assert drowned.failed
     assert drowned.error == f"the prompt has {len(flood) + 3} tokens, max_context is 1024"
-    assert_same([calm], Engine(*policy, FOUR).rollout(requests[:1]), 1e-5)
+    assert_same([calm], engine_of(policy, FOUR).rollout(requests[:1]), 1e-5)
 
 
 def test_a_megabyte_of_text_is_cut_where_observations_are_bounded(lend):
@@ -140,11 +140,8 @@ def test_a_spelled_control_token_is_text(scripted, context):
     assert [turn.action for turn in trajectory.turns] == ["go", "go"]
     ids = [int(token) for segment in trajectory.segments for token in segment.token_ids]
     # the template's own: two turns of user, end, assistant, and the end of each answer
-    assert [ids.count(policy[1].convert_tokens_to_ids(t)) for t in ("<|user|>", "<|end|>", "<|assistant|>")] == [
-        2,
-        4,
-        2,
-    ]
+    control = policy[1].convert_tokens_to_ids(["<|user|>", "<|end|>", "<|assistant|>"])
+    assert [ids.count(token) for token in control] == [2, 4, 2]
     text = policy[1].decode(ids)
     assert text == f"<|user|>{spelled}<|end|><|assistant|>go<|end|>" * 2
     assert len(ids) == 2 * (3 + len(spelled) + 3)  # each character of the spelling is a token

@@ -10,7 +10,6 @@ import pytest
 
 from mlxrl.env import Task
 from mlxrl.rollout import (
-    Engine,
     Role,
     SamplingConfig,
     generate_agentic_trajectories,
@@ -18,6 +17,7 @@ from mlxrl.rollout import (
     single_turn_environment,
 )
 
+from .comparing import engine_of
 from .environments import Chatter, chatter, converse
 
 # Without a template a prompt of one letter is answered with the rest of the alphabet and the end token.
@@ -33,7 +33,7 @@ def saying(num_tokens):
 
 def spell(policy, lengths, *, max_tokens=26, width=64, group_size=1):
     """An engine that has played a row for each length, and the lengths of what they said."""
-    engine = Engine(*policy, SamplingConfig(max_tokens=max_tokens), width=width, use_chat_template=False)
+    engine = engine_of(policy, SamplingConfig(max_tokens=max_tokens), width=width, use_chat_template=False)
     tasks = [saying(length) for length in lengths]
     trajectories = engine.rollout(group_requests(tasks, single_turn_environment, group_size=group_size))
     return engine.stats, [trajectory.num_sampled for trajectory in trajectories]
@@ -83,7 +83,7 @@ def test_one_place_plays_row_after_row(spelling):
 
 
 def test_full_rows_are_replaced_at_once(lend):
-    engine = Engine(*lend("qwen3"), FIVE, width=2)
+    engine = engine_of(lend("qwen3"), FIVE, width=2)
     tasks = [Task(prompt) for prompt in PROMPTS]
     trajectories = engine.rollout(group_requests(tasks, single_turn_environment, group_size=3))
     assert {trajectory.num_sampled for trajectory in trajectories} == {5}  # four steps after the first token
@@ -96,7 +96,7 @@ def test_full_rows_are_replaced_at_once(lend):
     [(1, False, 3), (2, False, 3), (64, False, 2), (1, True, 3), (2, True, 2), (64, True, 2)],
 )
 def test_each_distinct_prompt_is_read_once(lend, width, in_turn, forwards):
-    engine = Engine(*lend("qwen3"), FIVE, width=width)
+    engine = engine_of(lend("qwen3"), FIVE, width=width)
     requests = group_requests([Task(prompt) for prompt in PROMPTS], single_turn_environment, group_size=3)
     if in_turn:  # members of a group far from one another
         requests.sort(key=lambda request: request.sample_index)
@@ -108,7 +108,7 @@ def test_each_distinct_prompt_is_read_once(lend, width, in_turn, forwards):
 
 def test_a_turn_reads_its_new_tokens_only(scripted):
     policy = scripted({"<|assistant|>": "g", "g": "o"})
-    engine = Engine(*policy, SamplingConfig(max_tokens=8))
+    engine = engine_of(policy, SamplingConfig(max_tokens=8))
     engine.rollout(group_requests([("hi", "no", "so")], converse, group_size=4))
     # <|user|>hi<|end|><|assistant|> for all; then each of the four rows twice <|user|>no<|end|><|assistant|>, while the
     # answer "go" and its end token have gone through the steps
@@ -118,7 +118,7 @@ def test_a_turn_reads_its_new_tokens_only(scripted):
 
 
 def test_a_turn_reads_the_last_token_of_an_action_that_was_cut(lend):
-    engine = Engine(*lend("qwen3"), SamplingConfig(temperature=0.7, max_tokens=4))
+    engine = engine_of(lend("qwen3"), SamplingConfig(temperature=0.7, max_tokens=4))
     trajectories = engine.rollout(group_requests([3, 2], chatter, group_size=2))
     # no step has read the last token where the limit cut the action, unless others went on
     prompt = trajectories[0].turns[0].span[0]
@@ -130,7 +130,7 @@ def test_a_turn_reads_the_last_token_of_an_action_that_was_cut(lend):
 
 
 def test_rows_of_other_turns_are_read_together(lend):
-    engine = Engine(*lend("qwen3"), SamplingConfig(temperature=0.7, max_tokens=4))
+    engine = engine_of(lend("qwen3"), SamplingConfig(temperature=0.7, max_tokens=4))
     requests = group_requests([3], lambda task, seed, member: Chatter(task, "Talk " * (member + 1)), group_size=6)
     trajectories = engine.rollout(requests)
     assert all(len(t.turns) == 3 for t in trajectories)
@@ -163,6 +163,6 @@ def test_one_row_at_a_time_keeps_one_cache_at_a_time(lend):
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_in_sequence_one_row_holds_a_cache(lend, num_turns):
-    engine = Engine(*lend("qwen3"), FIVE, width=1)
+    engine = engine_of(lend("qwen3"), FIVE, width=1)
     engine.rollout(group_requests([num_turns] * 2, chatter, group_size=3))
     assert engine.stats.peak_rows == 1

@@ -6,11 +6,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxrl.rollout import Engine, SamplingConfig, group_requests
+from mlxrl.rollout import SamplingConfig, group_requests
 from mlxrl.rollout.decoder import Row
 from mlxrl.rollout.play import Room
 
-from .comparing import assert_same
+from .comparing import assert_same, engine_of
 from .environments import Chatter
 
 SAMPLING = SamplingConfig(temperature=0.7, max_tokens=5)
@@ -30,12 +30,12 @@ def requests_of(num_turns, num_characters, num_rows=8):
 
 def test_a_row_costs_what_its_layers_keep(lend):
     # two layers of keys and values; of gemma3_text's, one sees 16 tokens; qwen3_5 has three layers of a fixed state
-    assert Engine(*lend("qwen3"), SAMPLING).room.row_bytes(100) == 100 * 2 * LAYER_TOKEN_BYTES
-    assert Engine(*lend("gemma3_text"), SAMPLING).room.row_bytes(100) == (100 + 16) * LAYER_TOKEN_BYTES
-    assert Engine(*lend("gemma3_text"), SAMPLING).room.row_bytes(9) == (9 + 9) * LAYER_TOKEN_BYTES
+    assert engine_of(lend("qwen3"), SAMPLING).room.row_bytes(100) == 100 * 2 * LAYER_TOKEN_BYTES
+    assert engine_of(lend("gemma3_text"), SAMPLING).room.row_bytes(100) == (100 + 16) * LAYER_TOKEN_BYTES
+    assert engine_of(lend("gemma3_text"), SAMPLING).room.row_bytes(9) == (9 + 9) * LAYER_TOKEN_BYTES
     # 4 heads with states of 16 x 16, and 3 inputs of a convolution over 2 x 16 + 2 x 16 + 4 x 16 channels, in float32
     states = 3 * 4 * (4 * 16 * 16 + 3 * 128)
-    assert Engine(*lend("qwen3_5"), SAMPLING).room.row_bytes(100) == states + 100 * LAYER_TOKEN_BYTES
+    assert engine_of(lend("qwen3_5"), SAMPLING).room.row_bytes(100) == states + 100 * LAYER_TOKEN_BYTES
 
 
 @pytest.mark.parametrize(("num_rows", "peak"), [(20, 8), (8, 8), (7.9, 7), (3, 3), (2, 2), (1, 1), (0.01, 1)])
@@ -43,25 +43,25 @@ def test_as_many_rows_are_played_at_once_as_fit(lend, num_rows, peak):
     policy = lend("qwen3")
     row = (92 + 3 + 5) * 2 * LAYER_TOKEN_BYTES  # the prompt and all that may be said
     budget = max(1, int(num_rows * row))
-    engine = Engine(*policy, SAMPLING, cache_bytes=budget)
+    engine = engine_of(policy, SAMPLING, cache_bytes=budget)
     trajectories = engine.rollout(requests_of(1, 92))
     assert engine.stats.peak_rows == peak
     # beyond what the tokens fill a row has room for a step, and prompts are kept while members of their group wait
     beyond = peak * STEP * 2 * LAYER_TOKEN_BYTES + peak * 2 * STEP * 2 * LAYER_TOKEN_BYTES
     assert engine.stats.peak_cache_bytes <= max(budget, row) + beyond
-    assert_same(trajectories, Engine(*policy, SAMPLING).rollout(requests_of(1, 92)), 1e-5)
+    assert_same(trajectories, engine_of(policy, SAMPLING).rollout(requests_of(1, 92)), 1e-5)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
 def test_the_bound_holds_over_turns_and_changes_no_word(lend, architecture, deterministic):
     policy = lend(architecture)
-    free = Engine(*policy, SAMPLING)
+    free = engine_of(policy, SAMPLING)
     expected = free.rollout(requests_of(3, 100))
     row = free.room.row_bytes(max(len(t.segments[0].token_ids) for t in expected))
     peaks: list[int] = []
     for num_rows in (8, 4, 2, 0.5):
-        engine = Engine(*policy, SAMPLING, cache_bytes=int(num_rows * row), deterministic=deterministic)
+        engine = engine_of(policy, SAMPLING, cache_bytes=int(num_rows * row), deterministic=deterministic)
         assert_same(engine.rollout(requests_of(3, 100)), expected, 1e-5)
         peaks.append(engine.stats.peak_cache_bytes)
         # the rows of the first turns are shorter, so that one more fits now and then
@@ -98,7 +98,7 @@ def test_every_row_counts_with_the_length_of_the_longest(staying, joining, fitti
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_5"])
 def test_memory_is_flat_over_many_rollouts(lend, architecture):
-    engine = Engine(*lend(architecture), SamplingConfig(temperature=0.7, max_tokens=3), width=2)
+    engine = engine_of(lend(architecture), SamplingConfig(temperature=0.7, max_tokens=3), width=2)
     active, cached = [], []
     mx.clear_cache()
     for i in range(200):  # twenty times the same ten rollouts, of prompts of 1 to 64 characters

@@ -12,7 +12,7 @@ from mlxrl.env import StopReason, Task
 from mlxrl.rollout import Engine, SamplingConfig, derive_key, draw, group_requests, single_turn_environment
 from mlxrl.rollout.sampling import drawing
 
-from .comparing import assert_same
+from .comparing import assert_same, engine_of
 from .environments import Chatter
 
 DEFAULT = SamplingConfig(temperature=0.9, max_tokens=6)
@@ -42,18 +42,18 @@ def requests_of(**options):
 def test_a_row_is_drawn_as_an_engine_of_its_setting_would(lend, architecture, width):
     policy = lend(architecture)
     mixed = [replace(r, sampling=SETTINGS[r.sample_index]) for r in requests_of()]
-    together = Engine(*policy, DEFAULT, width=width).rollout(mixed)
+    together = engine_of(policy, DEFAULT, width=width).rollout(mixed)
     for i, sampling in enumerate(SETTINGS):
         plain = [request for request in requests_of() if request.sample_index == i]
-        assert_same(together[i::9], Engine(*policy, sampling).rollout(plain), 1e-5)
+        assert_same(together[i::9], engine_of(policy, sampling).rollout(plain), 1e-5)
     assert max(t.turns[0].span[1] - t.turns[0].span[0] for t in together[2::9]) <= 3
 
 
 def test_a_request_without_a_setting_takes_the_engines(lend):
     policy = lend("cohere")
-    own = Engine(*policy, SETTINGS[1]).rollout(requests_of(sampling=DEFAULT))
-    assert_same(own, Engine(*policy, DEFAULT).rollout(requests_of()), 1e-5)
-    others = Engine(*policy, SETTINGS[1]).rollout(requests_of())
+    own = engine_of(policy, SETTINGS[1]).rollout(requests_of(sampling=DEFAULT))
+    assert_same(own, engine_of(policy, DEFAULT).rollout(requests_of()), 1e-5)
+    others = engine_of(policy, SETTINGS[1]).rollout(requests_of())
     assert [t.completion_ids for t in others] != [t.completion_ids for t in own]
 
 
@@ -67,8 +67,8 @@ def test_the_likeliest_tokens_are_taken_beside_rows_that_draw(lend):
     assert len({tuple(t.completion_ids) for t in trajectories[::2]}) == 3
     segment = trajectories[1].segments[0]
     logits_T_V = model(mx.array(segment.token_ids[None]))[0]
-    expected = mx.argmax(logits_T_V, axis=-1).tolist()[-7:-1]  # a token is told by the logits before it
-    assert segment.token_ids[-6:].tolist() == expected
+    likeliest_T = np.array(mx.argmax(logits_T_V, axis=-1))
+    np.testing.assert_array_equal(segment.token_ids[-6:], likeliest_T[-7:-1])  # the logits before a token tell it
 
 
 def test_limits_of_rows_are_their_own(scripted):
@@ -76,7 +76,7 @@ def test_limits_of_rows_are_their_own(scripted):
     requests = group_requests([Task("hi")], single_turn_environment, group_size=4)
     limits = [1, 2, 3, 9]
     mixed = [replace(r, sampling=SamplingConfig(max_tokens=limits[r.sample_index])) for r in requests]
-    trajectories = Engine(*policy, DEFAULT).rollout(mixed)
+    trajectories = engine_of(policy, DEFAULT).rollout(mixed)
     assert [t.num_sampled for t in trajectories] == [1, 2, 3, 3]
     assert [t.turns[0].action_cut for t in trajectories] == [True, True, False, False]
     assert [t.stop_reason for t in trajectories] == [StopReason.length] * 2 + [StopReason.stop] * 2
@@ -87,7 +87,7 @@ def test_stop_texts_of_rows_are_their_own(scripted):
     requests = group_requests([Task("hi")], single_turn_environment, group_size=4)
     stops = [("g",), ("o", "!"), ("go!",), ("no",)]
     mixed = [replace(r, sampling=SamplingConfig(stop=stops[r.sample_index])) for r in requests]
-    trajectories = Engine(*policy, DEFAULT).rollout(mixed)
+    trajectories = engine_of(policy, DEFAULT).rollout(mixed)
     assert [t.completion for t in trajectories] == ["g", "go", "go!", "go!"]
     assert [t.num_sampled for t in trajectories] == [1, 2, 3, 4]
 

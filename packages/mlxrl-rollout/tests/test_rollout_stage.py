@@ -14,7 +14,7 @@ from mlxrl.policy.testing import make_tiny_model
 from mlxrl.rollout import Engine, SamplingConfig, group_requests
 from mlxrl.rollout.stage import NUM_THREADS
 
-from .comparing import assert_same
+from .comparing import assert_same, engine_of
 from .environments import Conversation
 
 SAMPLING = SamplingConfig(temperature=0.7, max_tokens=3)
@@ -58,7 +58,7 @@ def at(where, turn, action):
 
 def play(lend, make, num_rows=4, *, width=64, **options):
     """Rows of which make(row) says what is odd about their environment: a function, or None."""
-    engine = Engine(*lend("qwen3"), SAMPLING, width=width, **{"env_timeout": SECONDS, **options})
+    engine = engine_of(lend("qwen3"), SAMPLING, width=width, **{"env_timeout": SECONDS, **options})
 
     def factory(row, seed, member):
         return Meddled(make(row) or (lambda method, turn: None))

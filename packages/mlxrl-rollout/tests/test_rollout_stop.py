@@ -7,13 +7,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mlxrl.env import StopReason
 from mlxrl.policy.testing import EOS, PAD, character_tokenizer
-from mlxrl.rollout import Engine, Role, SamplingConfig, group_requests
+from mlxrl.rollout import Role, SamplingConfig, group_requests
 
+from .comparing import engine_of
 from .environments import converse
 
 
 def play(policy, stop, *lines, max_tokens=12, **options):
-    engine = Engine(*policy, SamplingConfig(max_tokens=max_tokens, stop=stop), use_chat_template=False, **options)
+    engine = engine_of(policy, SamplingConfig(max_tokens=max_tokens, stop=stop), use_chat_template=False, **options)
     (trajectory,) = engine.rollout(group_requests([lines], converse, group_size=1))
     return trajectory
 
