@@ -3,12 +3,22 @@
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
-from mlxrl.policy import LoRAConfig, MergedPolicy, ModelError, adapter_parameters, is_target, load_policy_with_lora
+from mlxrl.policy import (
+    LoRAConfig,
+    MergedPolicy,
+    ModelError,
+    adapter_parameters,
+    is_target,
+    load_policy_with_lora,
+    score,
+)
 from mlxrl.policy.lora import adapters_of
 
 PATH = "model.layers.3.self_attn.q_proj"
@@ -104,6 +114,21 @@ def test_dora_trains_a_magnitude_for_each_output(folders):
     # factors as of LoRA, 4096 a layer; outputs: q, o 64, k, v 32, gate, up 128, down 64
     assert report.trainable_parameters == 2 * (4096 + 2 * 64 + 2 * 32 + 2 * 128 + 64)
     assert model.layers[0].self_attn.q_proj.m.shape == (64,)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"last_layers": 1}])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_checkpointing_changes_no_gradient_of_any_adapter(policy, tokens, mask, options, bits):
+    gradients = []
+    for checkpoint in (False, True):
+        model = policy("qwen3", bits=bits, grad_checkpoint=checkpoint, **options)
+        _, gradient = nn.value_and_grad(model, lambda model=model: score(model, tokens, mask).logprobs.sum())()
+        gradients.append(dict(tree_flatten(gradient)))
+    plain, checkpointed = gradients
+    assert plain.keys() == checkpointed.keys() == adapter_parameters(model).keys()
+    for name, value in plain.items():
+        assert mx.abs(value).max() > 0, name
+        np.testing.assert_allclose(checkpointed[name], value, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16])
