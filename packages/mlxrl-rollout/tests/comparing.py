@@ -1,9 +1,21 @@
-"""Engines for tests, and trajectories held against one another and against the scorer."""
+"""Policies and engines for tests, and trajectories held against one another and against the scorer."""
 
+from typing import Any
+
+import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.policy import score
 from mlxrl.rollout import Engine, Role
+
+
+def draw_adapter(model, seed):
+    """Give the model's adapter random values, far from zero."""
+    mx.random.seed(seed)
+    values: dict[str, Any] = dict(tree_flatten(model.trainable_parameters()))
+    drawn = [(name, 0.1 * mx.random.normal(v.shape)) for name, v in values.items() if name.endswith("lora_b")]
+    model.update(tree_unflatten(drawn))
 
 
 def engine_of(policy, sampling, **options):

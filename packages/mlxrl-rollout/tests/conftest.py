@@ -5,10 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.policy import LoRAConfig, load_policy_with_lora
 from mlxrl.policy.testing import ARCHITECTURES, make_scripted_model, make_tiny_model
+
+from .comparing import draw_adapter
 
 Lend = Callable[..., tuple[Any, Any]]
 
@@ -29,10 +30,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Lend:
         mx.set_default_device(mx.cpu)
         folder = make_tiny_model(tmp_path_factory.mktemp(architecture), architecture, **options)
         model, tokenizer, _ = load_policy_with_lora(folder, LoRAConfig(rank=2, scale=1.0))
-        mx.random.seed(5)
-        values: dict[str, Any] = dict(tree_flatten(model.trainable_parameters()))
-        drawn = [(name, 0.1 * mx.random.normal(v.shape)) for name, v in values.items() if name.endswith("lora_b")]
-        model.update(tree_unflatten(drawn))
+        draw_adapter(model, 5)
         return model, tokenizer
 
     return policy
