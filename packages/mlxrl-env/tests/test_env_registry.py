@@ -39,7 +39,7 @@ def own(tmp_path):
 
 
 def test_the_shipped_names():
-    assert env_names() == ("arithmetic", "guess-number", "jsonl", "key-door", "recurring-text")
+    assert env_names() == ("arithmetic", "dataset", "guess-number", "jsonl", "key-door", "recurring-text")
 
 
 @pytest.mark.parametrize("name", ["key-door", "key_door", "Key-Door"])

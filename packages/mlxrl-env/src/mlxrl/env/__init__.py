@@ -1,9 +1,9 @@
 """Environments, tasks and rewards for reinforcement learning of language models, in plain Python."""
 
 from mlxrl.env.arithmetic import ArithmeticSuite
+from mlxrl.env.dataset import DatasetSuite
 from mlxrl.env.game import GameSuite, TextGame
 from mlxrl.env.guess_number import GuessNumberEnv
-from mlxrl.env.jsonl import JsonlSuite
 from mlxrl.env.key_door import KeyDoorEnv
 from mlxrl.env.numbers import answer_number
 from mlxrl.env.protocol import EnvFactory, Environment, RewardWeights, Split, StepResult, StopReason, Suite
@@ -19,12 +19,12 @@ from mlxrl.env.task import Message, Task, as_messages
 
 __all__ = [
     "ArithmeticSuite",
+    "DatasetSuite",
     "EnvFactory",
     "Environment",
     "FactorySuite",
     "GameSuite",
     "GuessNumberEnv",
-    "JsonlSuite",
     "KeyDoorEnv",
     "Message",
     "RecurringStateTextEnv",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from mlxrl.env.arithmetic import ArithmeticSuite
+from mlxrl.env.dataset import DatasetSuite
 from mlxrl.env.guess_number import guess_number_suite
-from mlxrl.env.jsonl import JsonlSuite
 from mlxrl.env.key_door import key_door_suite
 from mlxrl.env.names import is_reference, load_object, unknown
 from mlxrl.env.options import check_whole
@@ -21,8 +21,9 @@ SuiteBuilder = Callable[..., Suite]
 
 _BUILDERS: dict[str, SuiteBuilder | EnvFactory] = {
     "arithmetic": ArithmeticSuite,
+    "dataset": DatasetSuite,
     "guess-number": guess_number_suite,
-    "jsonl": JsonlSuite,
+    "jsonl": DatasetSuite,  # the same suite by another name
     "key-door": key_door_suite,
     "recurring-text": recurring_text_suite,
 }
