@@ -1,3 +1,4 @@
+from collections import Counter
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 
-from mlxrl.policy import LoRAConfig, checkpoint_blocks, dropout_active, score
+from mlxrl.policy import LoRAConfig, checkpoint_blocks, dropout_active, score, split_head
+from mlxrl.policy.head_rows import chunks_with_slopes, recomputed_chunks, row_scorer
 from mlxrl.policy.lora import attach_lora
 
 
@@ -54,20 +56,111 @@ def assert_same(one, other, tolerance=5e-6):
     assert difference / norm < tolerance
 
 
-def test_the_gradient_is_that_of_plain_autodiff_for_any_chunk(policy, architecture, tokens, mask):
+# Announced or not, a gradient is the same; announced, a frozen head's part comes from the forward pass.
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_the_gradient_is_that_of_plain_autodiff_for_any_chunk(policy, architecture, tokens, mask, with_gradient):
     model = policy(architecture)
     plain = plain_gradient_of(model, tokens, mask)
     for chunk_size in (1, 7, None):
-        assert_same(gradient_of(model, tokens, mask, chunk_size=chunk_size), plain)
+        assert_same(gradient_of(model, tokens, mask, chunk_size=chunk_size, with_gradient=with_gradient), plain)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "cohere"])  # tied, untied, soft cap, logit scale
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantized_head_passes_the_gradient_on(policy, tokens, mask, architecture, bits):
+def test_a_quantized_head_passes_the_gradient_on(policy, tokens, mask, architecture, bits, with_gradient):
     model = policy(architecture, bits=bits)
     plain = plain_gradient_of(model, tokens, mask)
     for chunk_size in (1, 7, None):
-        assert_same(gradient_of(model, tokens, mask, chunk_size=chunk_size), plain)
+        assert_same(gradient_of(model, tokens, mask, chunk_size=chunk_size, with_gradient=with_gradient), plain)
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_the_gradient_follows_the_temperature_of_each_token(policy, tokens, mask, with_gradient):
+    model = policy("gemma2")
+    temperature = np.random.default_rng(1).uniform(0.5, 2, tokens.shape)
+    weights = weights_like(mask)
+
+    def loss():
+        logits = model(mx.array(tokens[:, :-1])) / mx.array(temperature[:, 1:, None].astype(np.float32))
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(logprobs, mx.array(tokens[:, 1:, None]), axis=-1)[..., 0]
+        return (weights[:, 1:] * chosen).sum()
+
+    value, gradient = nn.value_and_grad(model, loss)()
+    plain = value.item(), {name: np.array(leaf) for name, leaf in leaves(gradient).items()}
+    assert_same(gradient_of(model, tokens, mask, temperature=temperature, with_gradient=with_gradient), plain)
+
+
+class CountedHead(nn.Module):
+    """A head that counts the rows of its products, forward and backward."""
+
+    rows: Any
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+        self.freeze()
+        object.__setattr__(self, "rows", Counter())  # nothing of the module's tree
+
+    def __call__(self, hidden):
+        @mx.custom_function
+        def product(hidden):
+            self.rows["forward"] += hidden.shape[-2]
+            return self.head(hidden)
+
+        @product.vjp
+        def backward(hidden, cotangent, output):
+            self.rows["backward"] += hidden.shape[-2]
+            return mx.vjp(self.head, [hidden], [cotangent])[1][0]
+
+        return product(hidden)
+
+
+def test_an_announced_gradient_needs_two_products_with_a_frozen_head_and_scores_alone_need_one(policy, tokens, mask):
+    model = policy("llama")
+    model.lm_head = CountedHead(model.lm_head)
+    score(model, tokens, mask)  # what is compared once a model is compared here
+
+    def rows(run):
+        model.lm_head.rows.clear()
+        run()
+        return Counter(model.lm_head.rows)
+
+    alone = rows(lambda: score(model, tokens, mask))
+    assert alone["backward"] == 0
+    # beyond what the scores alone name: 14 rows are scored
+    announced = rows(lambda: gradient_of(model, tokens, mask, with_gradient=True))
+    assert announced - alone == {"backward": 14}
+    other = rows(lambda: gradient_of(model, tokens, mask))
+    assert other - alone == {"forward": 14, "backward": 14}
+
+
+def test_in_16_bits_an_announced_gradient_is_as_exact_as_another(policy):
+    model = policy("llama")
+    model.set_dtype(mx.bfloat16)
+    hidden = mx.random.normal((64, 64), key=mx.random.key(0)).astype(mx.bfloat16)
+    targets, temperature = mx.arange(64), mx.full((64,), 0.7)
+    weights = mx.random.normal((64,), key=mx.random.key(1))
+
+    def slopes(hidden, with_gradient):
+        halves = split_head(model)
+        assert halves is not None
+        scorer = row_scorer(model, halves[1], [])
+        if with_gradient:
+            run = chunks_with_slopes(scorer, 16, targets, temperature)
+        else:
+            recomputed = recomputed_chunks(scorer, 16, targets, temperature)
+            run = lambda hidden: recomputed([], hidden)  # noqa: E731
+        return mx.grad(lambda hidden: (weights * run(hidden)[0]).sum())(hidden)
+
+    announced, other = slopes(hidden, True), slopes(hidden, False)
+    assert announced.dtype == other.dtype == mx.bfloat16
+    model.set_dtype(mx.float32)  # the same weights, and arithmetic that does not round
+    exact = slopes(hidden.astype(mx.float32), False)
+    errors = [float(mx.linalg.norm(slope - exact)) / float(mx.linalg.norm(exact)) for slope in (announced, other)]
+    assert 1e-4 < errors[1] < 1e-2  # bfloat16 has 8 bits
+    assert errors[0] < 1.3 * errors[1]
 
 
 def adapted(model, owner, leaf, adapter_class):
@@ -87,7 +180,8 @@ def test_an_adapter_on_the_head_is_trained(policy, tokens, mask):
     assert np.abs(plain[1]["lm_head.lora_a"]).max() > 0
     assert np.abs(plain[1]["lm_head.lora_b"]).max() > 0
     for chunk_size in (1, 7, None):
-        assert_same(gradient_of(model, tokens, mask, chunk_size=chunk_size), plain)
+        for with_gradient in (False, True):
+            assert_same(gradient_of(model, tokens, mask, chunk_size=chunk_size, with_gradient=with_gradient), plain)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "cohere", "gemma3_text"])
@@ -98,13 +192,24 @@ def test_an_adapter_on_a_tied_embedding_is_trained_from_both_ends(policy, tokens
     # ids below 5 stand in no row: only the head's side can reach their rows of lora_a
     assert np.abs(plain[1]["model.embed_tokens.lora_a"][:5]).max() > 0
     for chunk_size in (1, 7, None):
-        assert_same(gradient_of(model, tokens, mask, chunk_size=chunk_size), plain)
+        for with_gradient in (False, True):
+            assert_same(gradient_of(model, tokens, mask, chunk_size=chunk_size, with_gradient=with_gradient), plain)
 
 
-def test_the_entropy_carries_no_gradient(policy, tokens, mask):
+def test_a_head_that_is_trained_itself_gets_its_gradient(policy, tokens, mask):
+    model = policy("llama")
+    model.lm_head.unfreeze()
+    plain = plain_gradient_of(model, tokens, mask)
+    assert np.abs(plain[1]["lm_head.weight"]).max() > 0
+    for with_gradient in (False, True):
+        assert_same(gradient_of(model, tokens, mask, with_gradient=with_gradient), plain)
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_the_entropy_carries_no_gradient(policy, tokens, mask, with_gradient):
     model = policy("qwen3")
-    _, gradient = nn.value_and_grad(model, lambda: score(model, tokens, mask).entropy.sum())()
-    assert not any(mx.any(leaf) for _, leaf in leaves(gradient).items())
+    entropy = nn.value_and_grad(model, lambda: score(model, tokens, mask, with_gradient=with_gradient).entropy.sum())
+    assert not any(mx.any(leaf) for _, leaf in leaves(entropy()[1]).items())
 
 
 def test_only_scored_positions_send_a_gradient_back(policy, tokens):
@@ -173,10 +278,10 @@ def test_decoding_goes_on_through_the_cache(policy, tokens):
 
 
 def wide_model():
-    """One block of width 32 under a head of 20,000 tokens: the head is nearly all there is."""
+    """One block of width 32 under a head of 32,000 tokens: the head is nearly all there is."""
     arguments = ModelArgs(
         model_type="qwen3", hidden_size=32, num_hidden_layers=1, intermediate_size=32, num_attention_heads=2,
-        rms_norm_eps=1e-6, vocab_size=20_000, num_key_value_heads=2, max_position_embeddings=512, rope_theta=1e4,
+        rms_norm_eps=1e-6, vocab_size=32_000, num_key_value_heads=2, max_position_embeddings=512, rope_theta=1e4,
         head_dim=16, tie_word_embeddings=True,
     )  # fmt: skip
     model = Model(arguments)
@@ -185,11 +290,12 @@ def wide_model():
     return model
 
 
-def peak_of_gradient(model, num_tokens, chunk_size):
-    tokens = np.arange(num_tokens + 1)[None] % 20_000
+def peak_of_gradient(model, num_tokens, chunk_size, with_gradient):
+    tokens = np.arange(num_tokens + 1)[None] % 32_000
     mask = np.ones_like(tokens)
     mask[:, 0] = 0
-    gradient = nn.value_and_grad(model, lambda: score(model, tokens, mask, chunk_size=chunk_size).logprobs.sum())
+    options = {"chunk_size": chunk_size, "with_gradient": with_gradient}
+    gradient = nn.value_and_grad(model, lambda: score(model, tokens, mask, **options).logprobs.sum())
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -197,12 +303,13 @@ def peak_of_gradient(model, num_tokens, chunk_size):
     return mx.get_peak_memory() - before
 
 
-def test_the_peak_follows_the_chunk_and_not_the_length():
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_the_peak_follows_the_chunk_and_not_the_length(with_gradient):
     model = wide_model()
-    short = peak_of_gradient(model, 64, 4)
-    long = peak_of_gradient(model, 256, 4)
-    whole = peak_of_gradient(model, 256, 256)
-    # 256 rows of 20,000 float32 logits are 20 MB, of which a few copies live at a time; a chunk of 4 holds 0.3 MB
-    assert whole > 256 * 20_000 * 4
+    short = peak_of_gradient(model, 64, 4, with_gradient)
+    long = peak_of_gradient(model, 256, 4, with_gradient)
+    whole = peak_of_gradient(model, 256, 256, with_gradient)
+    # 256 rows of 32,000 float32 logits are 33 MB, of which a few copies live at a time; a chunk of 4 holds 0.5 MB
+    assert whole > 256 * 32_000 * 4
     assert whole > 6 * long  # a 64th of the logits, beside what does not shrink
     assert long < 2 * short  # four times the tokens

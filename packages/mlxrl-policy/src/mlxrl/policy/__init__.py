@@ -11,6 +11,7 @@ from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapter_replaced, adapte
 from mlxrl.policy.merged import MergedPolicy
 from mlxrl.policy.rows import flatten_quantized_rows, on_cuda
 from mlxrl.policy.score import Scores, score
+from mlxrl.policy.shared_prefix import Reading, plan_reading, shares_prefixes
 from mlxrl.policy.targets import is_target
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "MergedPolicy",
     "ModelError",
     "PolicyReport",
+    "Reading",
     "Scores",
     "adapter_parameters",
     "adapter_replaced",
@@ -31,9 +33,11 @@ __all__ = [
     "load_adapter",
     "load_policy_with_lora",
     "on_cuda",
+    "plan_reading",
     "read_config",
     "register_model",
     "save_adapter",
     "score",
+    "shares_prefixes",
     "split_head",
 ]

@@ -2,7 +2,8 @@
 
 A block that is checkpointed keeps only its input during the forward pass and runs again during the backward pass. The
 block's *instance* is moved to a subclass of its class, so another model of the same class is not touched, and a call
-with a cache (decoding) goes straight through.
+with a cache of decoding goes straight through. What a cache that gradients flow through keeps goes in and comes out as
+arrays of the recomputed function, for a gradient passes those alone.
 """
 
 from contextlib import nullcontext
@@ -11,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxrl.policy.gated_delta import differentiable_gated_delta
+from mlxrl.policy.gradient_caches import GradientCache, map_arrays
 from mlxrl.policy.head import blocks_of
 
 
@@ -37,22 +40,39 @@ def _recomputing(block_class: type) -> type:
     if block_class not in _subclasses:
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not all(_is_plain(value) for value in (*args, *kwargs.values())):  # a cache: this is decoding
+            values = (*args, *kwargs.values())
+            cache = next((value for value in values if isinstance(value, GradientCache)), None)
+            if not all(value is cache or _is_plain(value) for value in values):  # decoding, with a cache of its own
                 return block_class.__call__(self, *args, **kwargs)
 
-            draws = any(module.training for module in self.modules())  # dropout
-            replay = _Replay() if draws else nullcontext()
+            kept = [] if cache is None else cache.arrays()
+            fills = cache is not None and cache.empty()  # what the tokens after a beginning leave is never read
+            replay = _Replay() if draws_dropout(self) else nullcontext()
 
-            def run(parameters: dict, *args: Any, **kwargs: Any) -> Any:
+            def run(parameters: dict, kept: list[Any], *args: Any, **kwargs: Any) -> Any:
                 self.update(parameters)
-                with replay:
-                    return block_class.__call__(self, *args, **kwargs)
+                twin: Any = None if cache is None else cache.holding(kept)
+                args = tuple(twin if value is cache else value for value in args)
+                kwargs = {name: twin if value is cache else value for name, value in kwargs.items()}
+                with replay, differentiable_gated_delta():
+                    output = block_class.__call__(self, *args, **kwargs)
+                # copies: of an array that is returned twice, MLX takes one gradient alone
+                return output, map_arrays(mx.contiguous, twin.arrays()) if fills else []
 
-            return mx.checkpoint(run)(self.trainable_parameters(), *args, **kwargs)
+            output, written = mx.checkpoint(run)(self.trainable_parameters(), kept, *args, **kwargs)
+            if cache is not None and fills:
+                cache.take(written)
+            return output
 
         subclass = type(f"Recomputing{block_class.__name__}", (block_class,), {"__call__": call})
         _subclasses[block_class], _plain_classes[subclass] = subclass, block_class
     return _subclasses[block_class]
+
+
+def draws_dropout(model: nn.Module) -> bool:
+    """Whether a dropout layer of `model` acts: two calls then differ."""
+    # every dropout layer of mlx.nn keeps the part that it lets through as `_p_1`
+    return any(module.training and getattr(module, "_p_1", 1) < 1 for module in model.modules())
 
 
 class _Replay:

@@ -1,0 +1,116 @@
+"""Log-probabilities and entropies of rows of hidden states through the head, a chunk of rows at a time.
+
+In both passes a chunk waits for the one before it (`mx.depends`): left to itself, MLX starts many chunks and holds the
+logits of all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlxrl.policy.head import Head
+
+RowScorer = Callable[[list[mx.array], mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+Results = tuple[mx.array, mx.array]
+
+
+def row_scorer(model: nn.Module, head: Head, names: list[str]) -> RowScorer:
+    """The head and log-softmax of some rows, as a function of all that a gradient may flow to."""
+
+    def run(parameters: list[mx.array], hidden_C_D: mx.array, targets_C: mx.array, temperature_C: mx.array) -> Results:
+        model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
+        logits_C_V = head(hidden_C_D).astype(mx.float32) / temperature_C[:, None]
+        shifted_C_V = logits_C_V - mx.stop_gradient(logits_C_V.max(axis=-1, keepdims=True))
+        exp_C_V = mx.exp(shifted_C_V)
+        total_C = exp_C_V.sum(axis=-1)
+        log_total_C = mx.log(total_C)
+        logprobs_C = mx.take_along_axis(shifted_C_V, targets_C[:, None], axis=-1)[:, 0] - log_total_C
+        # entropy = log total - mean of the shifted logits; a logit of -inf has weight 0 there, not NaN
+        mean_C = mx.where(exp_C_V > 0, exp_C_V * shifted_C_V, 0).sum(axis=-1) / total_C
+        return logprobs_C, mx.stop_gradient(log_total_C - mean_C)
+
+    return run
+
+
+def recomputed_chunks(
+    score_rows: RowScorer, size: int, targets_M: mx.array, temperature_M: mx.array
+) -> Callable[[list[mx.array], mx.array], Results]:
+    """`score_rows` on `size` rows at a time; the backward pass computes each chunk again."""
+    cuts = list(range(size, targets_M.size, size))
+    targets, temperatures = mx.split(targets_M, cuts), mx.split(temperature_M, cuts)
+
+    def forward(parameters: list[mx.array], hidden_M_D: mx.array) -> Results:
+        results: list[Results] = []
+        for hidden_C_D, *about in zip(mx.split(hidden_M_D, cuts), targets, temperatures, strict=True):
+            if results:
+                (hidden_C_D,) = mx.depends([hidden_C_D], list(results[-1]))
+            results.append(score_rows(parameters, hidden_C_D, *about))
+        logprobs, entropies = ([result[i] for result in results] for i in (0, 1))
+        return mx.concatenate(logprobs), mx.concatenate(entropies)
+
+    def backward(
+        primals: tuple[list[mx.array], mx.array], cotangents: Results, outputs: Results
+    ) -> tuple[list[mx.array], mx.array]:
+        parameters, hidden_M_D = primals
+        cotangent_M = cotangents[0]  # the entropy carries no gradient
+        sums, slopes = [mx.zeros_like(value) for value in parameters], []
+        chunks = zip(
+            *(mx.split(values, cuts) for values in (hidden_M_D, cotangent_M)), targets, temperatures, strict=True
+        )
+        for hidden_C_D, cotangent_C, targets_C, temperature_C in chunks:
+
+            def logprobs(*inputs: mx.array, targets_C=targets_C, temperature_C=temperature_C) -> mx.array:
+                return score_rows(list(inputs[:-1]), inputs[-1], targets_C, temperature_C)[0]
+
+            if slopes:
+                hidden_C_D, cotangent_C = mx.depends([hidden_C_D, cotangent_C], [*sums, slopes[-1]])
+            _, (*gradients, slope_C_D) = mx.vjp(logprobs, [*parameters, hidden_C_D], [cotangent_C])
+            sums = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+            slopes.append(slope_C_D)
+        return sums, mx.concatenate(slopes)
+
+    run: Any = mx.custom_function(forward)
+    run.vjp(backward)
+    return run
+
+
+def chunks_with_slopes(
+    score_rows: RowScorer, size: int, targets_M: mx.array, temperature_M: mx.array
+) -> Callable[[mx.array], tuple[mx.array, mx.array, mx.array]]:
+    """`score_rows` of a frozen head on `size` rows at a time, with d logprob / d hidden of each row as a third result.
+
+    Rows do not see each other, so one product with the head's transpose gives the slopes of all rows of a chunk while
+    its logits are there, and the backward pass only scales them: the head is never run again. The slopes have the
+    hidden states' dtype, as the gradient that any backward pass sends into the trunk.
+    """
+    cuts = list(range(size, targets_M.size, size))
+
+    def forward(hidden_M_D: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        results: list[tuple[mx.array, mx.array, mx.array]] = []
+        chunks = zip(*(mx.split(values, cuts) for values in (hidden_M_D, targets_M, temperature_M)), strict=True)
+        for hidden_C_D, targets_C, temperature_C in chunks:
+
+            def rows(hidden_C_D: mx.array, targets_C=targets_C, temperature_C=temperature_C) -> Results:
+                return score_rows([], hidden_C_D, targets_C, temperature_C)
+
+            if results:
+                (hidden_C_D,) = mx.depends([hidden_C_D], list(results[-1]))
+            ones_C, zeros_C = mx.ones_like(temperature_C), mx.zeros_like(temperature_C)
+            (logprobs_C, entropy_C), (slope_C_D,) = mx.vjp(rows, [hidden_C_D], [ones_C, zeros_C])
+            results.append((logprobs_C, entropy_C, slope_C_D))
+        logprobs, entropies, slopes = (mx.concatenate([result[i] for result in results]) for i in range(3))
+        return logprobs, entropies, slopes
+
+    def backward(
+        hidden_M_D: mx.array,
+        cotangents: tuple[mx.array, mx.array, mx.array],
+        outputs: tuple[mx.array, mx.array, mx.array],
+    ) -> mx.array:
+        return (cotangents[0][:, None] * outputs[2]).astype(hidden_M_D.dtype)
+
+    run: Any = mx.custom_function(forward)
+    run.vjp(backward)
+    return run
