@@ -1,10 +1,13 @@
 """Environments, tasks and rewards for reinforcement learning of language models, in plain Python."""
 
+from mlxrl.env.alphabet_sort import AlphabetSortEnv
 from mlxrl.env.arithmetic import ArithmeticSuite
 from mlxrl.env.dataset import DatasetSuite
+from mlxrl.env.frozen_lake import FrozenLakeEnv
 from mlxrl.env.game import GameSuite, TextGame
 from mlxrl.env.guess_number import GuessNumberEnv
 from mlxrl.env.key_door import KeyDoorEnv
+from mlxrl.env.levels import LevelGame
 from mlxrl.env.numbers import answer_number
 from mlxrl.env.protocol import EnvFactory, Environment, RewardWeights, Split, StepResult, StopReason, Suite
 from mlxrl.env.recurring_text import RecurringStateTextEnv
@@ -14,33 +17,45 @@ from mlxrl.env.rewards_answer import answer_tag, exact_match, numeric_match
 from mlxrl.env.rewards_format import format_reward
 from mlxrl.env.rewards_math import math_answer, math_match
 from mlxrl.env.single_turn import SingleTurnEnv
-from mlxrl.env.step import as_step_result
+from mlxrl.env.sokoban import SokobanEnv
+from mlxrl.env.step import as_observation, as_step_result
+from mlxrl.env.sync import SyncEnv
 from mlxrl.env.task import Message, Task, as_messages
+from mlxrl.env.tool_math import ToolMathEnv
+from mlxrl.env.wordle import WordleEnv
 
 __all__ = [
+    "AlphabetSortEnv",
     "ArithmeticSuite",
     "DatasetSuite",
     "EnvFactory",
     "Environment",
     "FactorySuite",
+    "FrozenLakeEnv",
     "GameSuite",
     "GuessNumberEnv",
     "KeyDoorEnv",
+    "LevelGame",
     "Message",
     "RecurringStateTextEnv",
     "RewardFunction",
     "RewardWeights",
     "SingleTurnEnv",
+    "SokobanEnv",
     "Split",
     "StepResult",
     "StopReason",
     "Suite",
     "SuiteBuilder",
+    "SyncEnv",
     "Task",
     "TextGame",
+    "ToolMathEnv",
+    "WordleEnv",
     "answer_number",
     "answer_tag",
     "as_messages",
+    "as_observation",
     "as_step_result",
     "env_names",
     "exact_match",

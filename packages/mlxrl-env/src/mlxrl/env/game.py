@@ -28,7 +28,8 @@ class TextGame(ABC):
     """An episode that starts from one of a few starts and is won by reaching its goal.
 
     Winning brings reward 1. An action that cannot be read or done changes nothing but the turn count; its result has
-    "invalid_action": True in info. The last allowed turn, when it does not win, reports truncated.
+    "invalid_action": True in info. The last allowed turn, when it does not end the game, reports truncated. A game
+    that is over without being won sets `ended` in `play`.
 
     Args:
         task: a Task whose column "start" is one of `starts` fixes the start; with any other task it is drawn from
@@ -42,13 +43,14 @@ class TextGame(ABC):
     """
 
     starts: ClassVar[tuple[Start, ...]]
-    least_turns: ClassVar[int] = 1
+    least_turns: int = 1
     won: ClassVar[str] = "Solved."
+    ended: bool = False
 
     def __init__(self, task: object, seed: int, max_turns: int, invalid_penalty: float) -> None:
         self.max_turns = check_whole("max_turns", max_turns, self.least_turns)
         self.invalid_penalty = check_real("invalid_penalty", invalid_penalty, 0.0)
-        self.start = _start_of(task, seed, self.starts)
+        self.start = self._start_of(task, seed)
         self._turn = 0
         self._over = True
 
@@ -57,16 +59,33 @@ class TextGame(ABC):
         """Sets the state that `self.start` names."""
 
     @abstractmethod
-    def observe(self) -> str:
+    def observe(self) -> str | Sequence[Message]:
         """The observation of the present state."""
 
     @abstractmethod
-    def play(self, action: str) -> bool | None:
-        """Does an action: True where it wins, False where it does not, None where it is invalid."""
+    def play(self, action: str) -> float | None:
+        """Does an action: True where it wins, None where it is invalid, and else its reward; False is none."""
 
-    def reset(self) -> str:
+    def read(self, text: str) -> str:
+        """The action in the model's text, as `play` gets it."""
+        return read_action(text)
+
+    def draw_start(self, rng: random.Random) -> Start:
+        """A start drawn at random."""
+        return rng.choice(self.starts)
+
+    def check_start(self, name: str, start: Start) -> None:
+        """Refuses what is no start of this game.
+
+        Raises:
+            ValueError: start is none; name says what holds it.
+        """
+        if start not in self.starts:
+            raise ValueError(f"{name} must be one of {self.starts}, got {start}")
+
+    def reset(self) -> str | Sequence[Message]:
         """Starts over from the same start and returns its observation."""
-        self._turn, self._over = 0, False
+        self._turn, self._over, self.ended = 0, False, False
         self.begin()
         return self.observe()
 
@@ -79,13 +98,14 @@ class TextGame(ABC):
         if self._over:
             raise RuntimeError("step needs a running episode, but this one is over or not yet started; call reset()")
         self._turn += 1
-        outcome = self.play(read_action(action))
-        truncated = not outcome and self._turn == self.max_turns
-        self._over = outcome is True or truncated
+        outcome = self.play(self.read(action))
+        terminated = outcome is True or self.ended
+        truncated = not terminated and self._turn == self.max_turns
+        self._over = terminated or truncated
         return StepResult(
-            observation=self.won if outcome else self.observe(),
-            reward=float(bool(outcome)) - (self.invalid_penalty if outcome is None else 0.0),
-            terminated=outcome is True,
+            observation=self.won if outcome is True else self.observe(),
+            reward=0.0 - self.invalid_penalty if outcome is None else float(outcome),
+            terminated=terminated,
             truncated=truncated,
             info={"invalid_action": outcome is None},
         )
@@ -94,16 +114,14 @@ class TextGame(ABC):
         """The observation itself, which tells all there is to know and no turn count."""
         return cast(str, observation)
 
-
-def _start_of(task: object, seed: int, starts: tuple[Start, ...]) -> Start:
-    if isinstance(task, Task):
-        if "start" in task.columns:
-            start = tuple(cast(Sequence[int], task.columns["start"]))
-            if start not in starts:
-                raise ValueError(f"column 'start' of task {task.id!r} must be one of {starts}, got {start}")
-            return start
-        task = task.id
-    return random.Random(f"{task}|{seed}").choice(starts)
+    def _start_of(self, task: object, seed: int) -> Start:
+        if isinstance(task, Task):
+            if "start" in task.columns:
+                start = tuple(cast(Sequence[int], task.columns["start"]))
+                self.check_start(f"column 'start' of task {task.id!r}", start)
+                return start
+            task = task.id
+        return self.draw_start(random.Random(f"{task}|{seed}"))
 
 
 def held_out_quarter(starts: Sequence[Start], seed: int) -> tuple[tuple[Start, ...], tuple[Start, ...]]:
@@ -141,9 +159,10 @@ class GameSuite:
         return self._tasks[split]
 
     def make(self, task: Task, seed: int, group_index: int) -> TextGame:
-        """The game from the task's start, whatever the seed."""
+        """The game from the task's start, whatever the seed, which draws only what is left to chance later."""
         return self._game(task, seed)
 
     def _task(self, start: Start, name: str) -> Task:
         columns = {"start": start}
-        return Task(self._game(Task("", columns, name), 0).reset(), columns, name)
+        opening = self._game(Task("", columns, name), 0).reset()
+        return Task(opening if isinstance(opening, str) else tuple(opening), columns, name)

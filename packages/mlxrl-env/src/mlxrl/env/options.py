@@ -28,6 +28,17 @@ def check_real(name: str, value: object, least: float, below: float = math.inf) 
     return float(value)
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Returns True or False.
+
+    Raises:
+        ValueError: value is anything else.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def check_text(name: str, value: object) -> str:
     """Returns a text that is not empty.
 

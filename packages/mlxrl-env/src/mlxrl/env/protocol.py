@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -56,18 +56,22 @@ class StepResult:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode at a time of something a model acts in by text."""
+    """One episode at a time of something a model acts in by text.
+
+    Its methods may be async: whoever drives it through `SyncEnv`, as rollouts do, awaits them, all calls of an
+    episode on one event loop.
+    """
 
     @property
     def max_turns(self) -> int:
         """The most actions an episode takes."""
         ...
 
-    def reset(self) -> str | Sequence[Message]:
-        """Starts the episode and returns the first observation: the prompt."""
+    def reset(self) -> str | Sequence[Message] | tuple[Any, Mapping[str, Any]] | Awaitable[Any]:
+        """Starts the episode and returns the first observation, the prompt, or what else `as_observation` accepts."""
         ...
 
-    def step(self, action: str) -> StepResult | tuple[Any, ...]:
+    def step(self, action: str) -> StepResult | tuple[Any, ...] | Awaitable[Any]:
         """Takes the model's text; returns a StepResult, or a tuple that `as_step_result` accepts."""
         ...
 

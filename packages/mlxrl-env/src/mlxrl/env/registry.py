@@ -6,26 +6,36 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from mlxrl.env.alphabet_sort import alphabet_sort_suite
 from mlxrl.env.arithmetic import ArithmeticSuite
 from mlxrl.env.dataset import DatasetSuite
+from mlxrl.env.frozen_lake import frozen_lake_suite
 from mlxrl.env.guess_number import guess_number_suite
 from mlxrl.env.key_door import key_door_suite
 from mlxrl.env.names import is_reference, load_object, unknown
 from mlxrl.env.options import check_whole
 from mlxrl.env.protocol import EnvFactory, Environment, RewardWeights, Split, Suite, check_split
 from mlxrl.env.recurring_text import recurring_text_suite
+from mlxrl.env.sokoban import sokoban_suite
 from mlxrl.env.task import Task
+from mlxrl.env.tool_math import tool_math_suite
+from mlxrl.env.wordle import wordle_suite
 
 SuiteBuilder = Callable[..., Suite]
 """builder(**options) -> Suite."""
 
 _BUILDERS: dict[str, SuiteBuilder | EnvFactory] = {
+    "alphabet-sort": alphabet_sort_suite,
     "arithmetic": ArithmeticSuite,
     "dataset": DatasetSuite,
+    "frozen-lake": frozen_lake_suite,
     "guess-number": guess_number_suite,
     "jsonl": DatasetSuite,  # the same suite by another name
     "key-door": key_door_suite,
     "recurring-text": recurring_text_suite,
+    "sokoban": sokoban_suite,
+    "tool-math": tool_math_suite,
+    "wordle": wordle_suite,
 }
 
 

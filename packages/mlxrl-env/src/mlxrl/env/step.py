@@ -1,4 +1,4 @@
-"""From what an environment's step returned to a StepResult."""
+"""From what an environment's reset or step returned to an observation or a StepResult."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from mlxrl.env.protocol import StepResult
 from mlxrl.env.task import Message, as_messages
 
 FORMS = "a StepResult, (observation, reward, done, info) or (observation, reward, terminated, truncated, info)"
+
+
+def as_observation(value: object) -> str | Sequence[Message]:
+    """Normalises what a reset returned.
+
+    Args:
+        value: text, chat messages, or either of them with an info, as gymnasium's (observation, info).
+
+    Returns:
+        The text, or one or more chat messages; the info is left out.
+
+    Raises:
+        TypeError: value is neither text nor chat messages.
+        ValueError: value is an empty sequence.
+    """
+    return _observation("reset", _without_info(value))
 
 
 def as_step_result(value: object) -> StepResult:
@@ -28,12 +44,18 @@ def as_step_result(value: object) -> StepResult:
     """
     observation, reward, terminated, truncated, info = _parts(value)
     return StepResult(
-        observation=_observation(observation),
+        observation=_observation("step", observation),
         reward=_reward(reward),
         terminated=_flag("terminated", terminated),
         truncated=_flag("truncated", truncated),
         info=_info(info),
     )
+
+
+def _without_info(value: object) -> object:
+    items = cast(Sequence[object], value if isinstance(value, tuple) else ())
+    kinds = [isinstance(item, Mapping) for item in items]
+    return items[0] if kinds == [False, True] else cast(object, value)  # two mappings are two messages
 
 
 def _parts(value: object) -> Sequence[object]:
@@ -48,13 +70,13 @@ def _parts(value: object) -> Sequence[object]:
     return items if len(items) == 5 else (*items[:3], False, items[3])
 
 
-def _observation(value: object) -> str | Sequence[Message]:
+def _observation(where: str, value: object) -> str | Sequence[Message]:
     if isinstance(value, str):
         return value
     try:
         return as_messages(value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"observation of step: {error}") from None
+        raise type(error)(f"observation of {where}: {error}") from None
 
 
 def _reward(value: object) -> float:

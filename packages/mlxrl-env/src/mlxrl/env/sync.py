@@ -1,0 +1,68 @@
+"""Any environment as a plain one: what is async is awaited, and what comes back is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Hashable, Sequence
+from typing import Any
+
+from mlxrl.env.protocol import Environment, StepResult
+from mlxrl.env.step import as_observation, as_step_result
+from mlxrl.env.task import Message
+
+
+class SyncEnv:
+    """An environment whose methods return at once what they are to return, and nothing that has to be looked into.
+
+    Where a method of the given environment is async, it runs on an event loop of this environment's own, in the
+    thread that calls; no other loop may be running there. The loop lives until `close`, so locks, queues and tasks
+    made in `reset` are there in `step`; it stands still between the calls.
+
+    Args:
+        environment: the environment to play.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._runner: asyncio.Runner | None = None
+
+    @property
+    def max_turns(self) -> int:
+        """The most actions an episode takes."""
+        return self._environment.max_turns
+
+    def reset(self) -> str | Sequence[Message]:
+        """Starts the episode and returns the first observation; raises what `as_observation` raises."""
+        return as_observation(self._awaited(self._environment.reset()))
+
+    def step(self, action: str) -> StepResult:
+        """Takes the model's text; raises what `as_step_result` raises."""
+        return as_step_result(self._awaited(self._environment.step(action)))
+
+    def state_id(self, observation: str | Sequence[Message]) -> Hashable:
+        """Names the state that shows as `observation`.
+
+        Raises:
+            TypeError: the name cannot be hashed.
+        """
+        name = self._awaited(self._environment.state_id(observation))
+        hash(name)
+        return name
+
+    def close(self) -> None:
+        """Cancels the tasks that are left on the event loop, and closes it. Twice is once; not while a call runs."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    def _awaited(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(_outcome(value))
+
+
+async def _outcome(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
