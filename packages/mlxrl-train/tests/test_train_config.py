@@ -139,9 +139,9 @@ BAD = {
         'env_name = "jsonl"',
         r"env_name = 'jsonl' needs \[data\] with a path; name the file of tasks\.",
     ),
-    "data without jsonl": (
+    "data without its environment": (
         '[data]\npath = "tasks.jsonl"',
-        r"\[data\] is read by env_name = 'jsonl' only, got env_name = 'arithmetic'\.",
+        r"\[data\] is read by env_name = 'dataset' only, got env_name = 'arithmetic'\.",
     ),
     "data without a path": ('env_name = "jsonl"\n[data]\nprompt_column = "q"', r"data\.path: needs a value; set it\."),
     "a reference without an adapter": (
@@ -303,7 +303,7 @@ def test_data_that_cannot_be_rewarded_or_evaluated_is_refused_before_the_model(v
     assert refusal(rewards=[]) == "env_name = 'jsonl' rewards nothing by itself; add [[rewards]] with a name."
     assert refusal(eval={"tasks": 4}) == (
         "eval.tasks = 4, but env_name = 'jsonl' holds out no tasks; "
-        "set eval.tasks = 0, or data.eval_path or data.eval_fraction for a file."
+        "set eval.tasks = 0, or data.eval_path, data.eval_split or data.eval_fraction for data."
     )
     assert refusal(environment={"path": "other.jsonl"}) == (
         "environment.path = 'other.jsonl' is set by [data]; leave it out there."
@@ -372,7 +372,7 @@ def test_a_config_written_as_toml_reads_back_as_it_was(tmp_path):
             {
                 "model_id": "m",
                 "env_name": "jsonl",
-                "data": {"path": "tasks.jsonl", "eval_fraction": 0.25},
+                "data": {"path": "tasks.jsonl", "eval_fraction": 0.25, "columns": {"answer": "solution"}},
                 "rewards": [{"name": "exact_match"}, {"name": "my.py:f", "weight": -0.5}],
                 "environment": {"seed": 3},
                 "chat_template_kwargs": {"enable_thinking": False, "tags": ["a", "b"]},

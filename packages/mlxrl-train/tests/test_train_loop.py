@@ -243,20 +243,6 @@ def test_full_reward_is_what_counts_as_accurate(values, tmp_path, project):
     assert (outcome.accuracy, outcome.reward) == (pytest.approx(2 / 6), pytest.approx(4 / 6))
 
 
-def test_prompts_that_are_too_long_are_passed_over_and_counted(values, tmp_path):
-    # prompts of 1 to 12 letters in 3 template tokens
-    session = open_session(make_config(values(max_prompt_len=9)))
-    seen, metrics = set(), {}
-    for step in range(3):
-        metrics, groups, _ = train_step(session, step)
-        seen |= {len(t.task.prompt) for t in groups.sampled}
-        assert metrics["failed"] == 0
-    assert seen == {1, 2, 3, 4, 5, 6}
-    assert metrics["passed_over"] == session.loader.position - 6 > 0
-    with pytest.raises(ValueError, match="max_prompt_len = 3 is shorter than every prompt"):
-        train(make_config(values(max_prompt_len=3)))
-
-
 def test_memory_in_use_stays_flat_over_fifty_steps(values):
     fields = values(group_size=2, groups_per_step=1, max_completion_len=2, kl_beta=0.1)
     session = open_session(make_config(fields))

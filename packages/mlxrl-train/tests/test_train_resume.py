@@ -71,7 +71,7 @@ def test_a_run_that_broke_off_anywhere_goes_on_bit_for_bit(full, tmp_path):
     whole = contents(tmp_path / "whole")
     assert [row["step"] for row in whole["metrics"]] == [1, 2, 3, 4]
     assert [row["step"] for row in whole["evaluations"]] == [0, 2, 4]
-    assert any(row["passed_over"] for row in whole["metrics"])
+    assert [row["dropped"] for row in whole["events"] if row["event"] == "overlong"] == [3]
     # nothing saved yet; in the first epoch; two groups into the second; after the last step, before its evaluation
     for step in (0, 1, 3, 4):
         folder = tmp_path / f"broken-{step}"

@@ -139,7 +139,7 @@ def describe_session(session: Session, folder: Path, first_step: int) -> list[st
         lines.append(f"sampler  {session.engine.weights} weights (rollout.weights = {config.rollout.weights!r})")
     if first_step:
         lines.append(f"         resumed from step {first_step}")
-    return lines + [f"note     {reason}" for reason in session.inactive]
+    return lines + [f"note     {reason}" for reason in (*session.inactive, *session.left_out)]
 
 
 def evaluation_line(config: TrainConfig, step: int, evaluation: Evaluation) -> str:

@@ -19,6 +19,8 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 # What the engine itself passes to the chat template.
 RESERVED_TEMPLATE_KWARGS = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict"}
+# Names of the environment that reads [data].
+DATA_ENVIRONMENTS = ("dataset", "jsonl")
 
 
 class SamplingSection(Section):
@@ -78,18 +80,37 @@ class RolloutConfig(Section):
 
 
 class DataConfig(Section):
-    """[data]: a file of tasks, for env_name = "jsonl"."""
+    """[data]: a file or dataset of tasks, one a row, for env_name = "dataset"."""
 
     path: str
-    """File of JSON lines, one task each."""
+    """File of JSON lines (.jsonl), one JSON list (.json), CSV (.csv) or parquet (.parquet); folder that save_to_disk of
+    Hugging Face datasets wrote; or "hf:owner/name", a dataset of the hub."""
+    format: Literal["jsonl", "json", "csv", "parquet"] | None = None
+    """How the files are written, where their names do not say so."""
+    split: str | None = None
+    """Part of a dataset of several; by default "train"."""
+    subset: str | None = None
+    """Configuration of a dataset of the hub."""
     prompt_column: str = "prompt"
     """Column that holds the prompt: text, or a list of chat messages."""
     answer_column: str = "answer"
     """Column that rewards read as `answer`."""
+    columns: dict[str, str] = {}
+    """Further names for columns, for example {prompt = "question", answer = "solution"}; rewards read all columns."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """System message before every prompt."""
+    prompt_template: Annotated[str, Field(min_length=1)] | None = None
+    """What to ask instead of a prompt column: a text with columns in braces, "Solve {question}"; {{ is a brace."""
+    overlong: Literal["drop", "error"] = "drop"
+    """Whether prompts of more than max_prompt_len tokens are left out and counted, or refused before the first step."""
     eval_path: str | None = None
-    """Second file, whose rows are held out for evaluation."""
+    """Second file or dataset, whose rows are held out for evaluation."""
+    eval_split: str | None = None
+    """Split that is held out, of eval_path or else of path."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Instead of a second file, the share of the rows that is held out."""
+    """Instead, the share of the distinct prompts that is held out."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Draws that share; the same for every seed of the run, so that runs can be compared."""
 
 
 class RewardConfig(Section):
@@ -148,7 +169,7 @@ class TrainConfig(Section):
     last batch under it and makes the folder the name without the ending."""
 
     max_prompt_len: Positive = 512
-    """Most tokens of a prompt; longer ones are left out and counted, never cut."""
+    """Most tokens of a prompt; tasks with longer ones are left out and counted, or refused (data.overlong)."""
     max_completion_len: Positive = 256
     """Most tokens of an action: of the whole completion in a single turn, of each turn otherwise."""
     max_turns: Positive | None = None
@@ -217,10 +238,10 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         check_algorithm(self)
-        if self.data is not None and self.env_name != "jsonl":
-            raise ValueError(f"[data] is read by env_name = 'jsonl' only, got env_name = {self.env_name!r}")
-        if self.data is None and self.env_name == "jsonl":
-            raise ValueError("env_name = 'jsonl' needs [data] with a path; name the file of tasks")
+        if self.data is not None and self.env_name not in DATA_ENVIRONMENTS:
+            raise ValueError(f"[data] is read by env_name = 'dataset' only, got env_name = {self.env_name!r}")
+        if self.data is None and self.env_name in DATA_ENVIRONMENTS:
+            raise ValueError(f"env_name = {self.env_name!r} needs [data] with a path; name the file of tasks")
         if self.reference == "initial_adapter" and self.adapter is None:
             raise ValueError(
                 "reference = 'initial_adapter' needs adapter, the folder of the adapter that the run continues from; "

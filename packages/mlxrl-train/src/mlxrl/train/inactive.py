@@ -55,5 +55,15 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum) -> tuple[str, .
             "data.eval_path",
             "is read for evaluations only; set eval.tasks",
         ),
+        (
+            config.data and config.data.eval_split and not config.eval.tasks,
+            "data.eval_split",
+            "is read for evaluations only; set eval.tasks",
+        ),
+        (
+            config.data and config.data.seed and not config.data.eval_fraction,
+            "data.seed",
+            "draws the share that is held out; set data.eval_fraction",
+        ),
     ]
     return tuple(f"{name} {why}." for inactive, name, why in found if inactive)

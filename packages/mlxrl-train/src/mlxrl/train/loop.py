@@ -81,7 +81,7 @@ def train(
     state = RunState()
     if resume:
         state = folder.restore(config, session.model, session.optimizer)
-        session.loader.position, session.loader.passed_over = state.position, state.passed_over
+        session.loader.position = state.position
     else:
         folder.start(config, session.model, session.report, session.lora)
     if config.rollout.weights == "auto":
@@ -92,6 +92,7 @@ def train(
         session.engine.weights = state.rollout_weights
     if state.step == 0:
         folder.log(folder.events, *({"step": 0, "event": "inactive", "reason": why} for why in session.inactive))
+        folder.log(folder.events, *({"step": 0, "event": "overlong", **out._asdict()} for out in session.left_out))
     observer.on_start(session, folder.path, state.step)
 
     metrics: list[Metrics] = []
@@ -113,7 +114,7 @@ def train(
                 folder.save(state, config, session.model, session.optimizer, session.report, session.lora)
             raise
         state.step += 1
-        state.position, state.passed_over = session.loader.position, session.loader.passed_over
+        state.position = session.loader.position
         count_faults(state, step)
         mismatch = watch_mismatch(session, state, step.metrics)
         folder.log(folder.rollouts, *(trajectory_record(state.step, trajectory) for trajectory in step.groups.sampled))

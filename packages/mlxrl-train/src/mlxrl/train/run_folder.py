@@ -33,7 +33,6 @@ class RunState:
     Args:
         step: steps taken.
         position: tasks drawn.
-        passed_over: tasks drawn that did not fit.
         nonfinite_in_a_row: steps since the last whose policy and gradient were finite.
         uninformative_in_a_row: steps since the last in which a group was kept.
         unscored_in_a_row: steps since the last in which a trajectory had a reward.
@@ -43,7 +42,6 @@ class RunState:
 
     step: int = 0
     position: int = 0
-    passed_over: int = 0
     nonfinite_in_a_row: int = 0
     uninformative_in_a_row: int = 0
     unscored_in_a_row: int = 0

@@ -18,6 +18,7 @@ from mlxrl.train.errors import ConfigError
 from mlxrl.train.inactive import inactive_fields
 from mlxrl.train.loader import TaskLoader
 from mlxrl.train.optimizers import make_optimizer
+from mlxrl.train.overlong import LeftOut, leave_out_overlong
 from mlxrl.train.rewards import OVERLONG, NamedReward
 from mlxrl.train.tasks import Curriculum, make_curriculum
 
@@ -45,6 +46,8 @@ class Session:
     pad_token_id: int
     inactive: tuple[str, ...]
     """Sentences about fields that are set and cannot act here."""
+    left_out: tuple[LeftOut, ...]
+    """The tasks that are left out of each split, for their prompts are too long."""
 
     @property
     def eval_sampling(self) -> SamplingConfig:
@@ -97,37 +100,27 @@ def open_session(config: TrainConfig, *, adapter: Path | None = None) -> Session
     longest_prompt = min(config.max_prompt_len, (engine.limits.max_context or sys.maxsize) - 1)  # an action follows
     optimizer = make_optimizer(config.optimizer)
     optimizer.init(model.trainable_parameters())
-
-    def fits(task: object) -> bool:
-        prompt = getattr(task, "prompt", None)
-        if prompt is None:
-            return True
-        try:
-            return len(engine.encoder.prompt(prompt)) <= longest_prompt
-        except Exception as error:  # chat templates and tokenizers refuse a prompt each in their own way
-            raise ConfigError(
-                f"the prompt of task {getattr(task, 'id', task)!r} cannot be encoded "
-                f"({type(error).__name__}: {error}); mend the prompt, or set use_chat_template = false."
-            ) from error
-
-    if not any(fits(task) for task in curriculum.train):
+    rule = "drop" if config.data is None else config.data.overlong
+    fitting, left_out = leave_out_overlong(curriculum, engine.encoder, longest=longest_prompt, rule=rule)
+    if not fitting.train or (curriculum.held_out and not fitting.held_out):
+        which = "held-out prompt" if fitting.train else "prompt"
         if longest_prompt < config.max_prompt_len:
             raise ConfigError(
-                f"model_id = {config.model_id!r} was made for {engine.limits.max_context} tokens, which every prompt "
+                f"model_id = {config.model_id!r} was made for {engine.limits.max_context} tokens, which every {which} "
                 "fills; shorten the prompts, or set rollout.max_context if the model takes more."
             )
         raise ConfigError(
-            f"max_prompt_len = {config.max_prompt_len} is shorter than every prompt; raise it or shorten the prompts."
+            f"max_prompt_len = {config.max_prompt_len} is shorter than every {which}; raise it or shorten the prompts."
         )
     return Session(
         config=config,
-        curriculum=curriculum,
+        curriculum=fitting,
         model=model,
         tokenizer=tokenizer,
         report=report,
         lora=lora,
         engine=engine,
-        loader=TaskLoader(curriculum.train, config.seed, fits),
+        loader=TaskLoader(fitting.train, config.seed),
         algorithm=build_algorithm(config, max_turns=curriculum.max_turns),
         rewards=(*curriculum.rewards, *_shaping(config)),
         correction=build_correction(config),
@@ -136,6 +129,7 @@ def open_session(config: TrainConfig, *, adapter: Path | None = None) -> Session
         echo=EchoSchedule(config.echo_alpha, config.echo_schedule, config.echo_taper_steps),
         pad_token_id=_pad_token_id(tokenizer),
         inactive=inactive_fields(config, curriculum),
+        left_out=left_out,
     )
 
 

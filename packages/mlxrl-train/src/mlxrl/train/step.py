@@ -56,7 +56,6 @@ def train_step(session: Session, step: int) -> Step:
         **cost_metrics(groups.costs),
         "rollout/merged": float(session.engine.weights == "merged"),
         "rollout/mismatch": taken[0]["sampling_logp_difference/mean"],  # later updates move on from what was sampled
-        "passed_over": float(session.loader.passed_over),
         "peak_memory_gb": mx.get_peak_memory() / 2**30,
         **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
         "time/step": clock.elapsed(),

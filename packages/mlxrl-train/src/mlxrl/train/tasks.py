@@ -41,7 +41,7 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
     """
     options = dict(config.environment)
     if config.data is not None:
-        data = config.data.model_dump(exclude_none=True)
+        data = config.data.model_dump(exclude_none=True, exclude={"overlong"})
         if twice := sorted(options.keys() & data.keys()):
             raise ConfigError(f"environment.{twice[0]} = {options[twice[0]]!r} is set by [data]; leave it out there.")
         options |= data
@@ -55,7 +55,7 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
     if config.eval.tasks and not held_out:
         raise ConfigError(
             f"eval.tasks = {config.eval.tasks}, but env_name = {config.env_name!r} holds out no tasks; "
-            "set eval.tasks = 0, or data.eval_path or data.eval_fraction for a file."
+            "set eval.tasks = 0, or data.eval_path, data.eval_split or data.eval_fraction for data."
         )
     environment = _first_environment(config, suite, train[0])
     if not isinstance(environment.max_turns, int) or environment.max_turns < 1:
