@@ -1,12 +1,13 @@
 """One episode on the host: the tokens so far, and the environment it is played in."""
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from mlxrl.env import Environment, Message, StepResult, StopReason, as_messages, as_step_result
+from mlxrl.env import Environment, Message, StepResult, StopReason, SyncEnv, as_messages
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.sampling import SamplingConfig
 from mlxrl.rollout.trajectory import Role, Segment, Trajectory, Turn
@@ -110,7 +111,7 @@ class Episode:
         """Most tokens of this turn's action."""
         self._ends, self._stops = encoder.eos_ids, self.sampling.stop
         self._num_drawn_before = 0
-        self._environment: Environment | None = None
+        self._environment: SyncEnv | None = None
         self._max_turns = 1
         self._messages: list[Message] = []
         self._segment = SegmentBuilder()
@@ -159,20 +160,15 @@ class Episode:
         Raises:
             EnvironmentFailedError: it raised, or returned what it must not.
         """
-        if self._environment is None:
-            self._environment = environment = _asked("make", self._make)
-            observation = _asked("reset", environment.reset)
-            _asked("reset", lambda: as_messages(observation))
-            return Reply(observation, _asked("state_id", lambda: self._state_of(observation)))
-        step = self._environment.step
-        result = _asked("step", lambda: as_step_result(step(self._action_text)))
-        if self._is_over(result):
-            return Reply(result.observation, None, result)
+        goes_on = False
         try:
-            return Reply(result.observation, _asked("state_id", lambda: self._state_of(result.observation)), result)
-        except EnvironmentFailedError as fault:
-            fault.result = result
-            raise
+            reply = self._ask()
+            is_over = reply.result is not None and self._is_over(reply.result)
+            goes_on = not is_over and not self.finished  # it may have been given up meanwhile
+            return reply
+        finally:
+            if not goes_on and self._environment is not None:
+                _asked("close", self._environment.close)
 
     def receive(self, reply: Reply | EnvironmentFailedError) -> None:
         """Take what `consult` gave; afterwards the episode is finished or the model is to speak."""
@@ -186,6 +182,8 @@ class Episode:
             self._stop_reason = self._why_over(result)
         else:
             self._show(reply)
+            if self.finished and self._environment is not None:  # the end came from here, where no user code may run
+                threading.Thread(target=self._environment.close, name="mlxrl-close", daemon=True).start()
 
     def time_out(self, seconds: float) -> None:
         """The environment did not answer in time: the episode fails."""
@@ -222,19 +220,29 @@ class Episode:
             error=self._error,
         )
 
-    def _make(self) -> Environment:
+    def _ask(self) -> Reply:
+        if self._environment is None:
+            self._environment = environment = _asked("make", self._make)
+            observation = _asked("reset", environment.reset)
+            return Reply(observation, _asked("state_id", lambda: environment.state_id(observation)))
+        environment = self._environment
+        result = _asked("step", lambda: environment.step(self._action_text))
+        if self._is_over(result):
+            return Reply(result.observation, None, result)
+        try:
+            state_id = _asked("state_id", lambda: environment.state_id(result.observation))
+        except EnvironmentFailedError as fault:
+            fault.result = result
+            raise
+        return Reply(result.observation, state_id, result)
+
+    def _make(self) -> SyncEnv:
         environment = self.request.make()
         most = environment.max_turns
         if not isinstance(most, int) or most < 1:
             raise ValueError(f"max_turns must be a whole number of at least 1, got {most!r}")
         self._max_turns = min(most, self.limits.max_turns or most)
-        return environment
-
-    def _state_of(self, observation: str | Sequence[Message]) -> Hashable:
-        assert self._environment is not None
-        state_id = self._environment.state_id(observation)
-        hash(state_id)  # an unhashable id fails here, in the environment's name
-        return state_id
+        return SyncEnv(environment)
 
     def _says_stop(self) -> bool:
         """Whether the action's end spells a stop text; each token adds a byte or more, so that a tail is enough."""

@@ -1,0 +1,145 @@
+"""Environments that are async: one event loop an episode, there from reset to the end, and closed whatever ends it."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from mlxrl.env import StopReason, ToolMathEnv
+from mlxrl.rollout import SamplingConfig, group_requests
+
+from .comparing import assert_same, engine_of
+from .environments import Chatter
+
+SAMPLING = SamplingConfig(max_tokens=4)
+ROWS = 20  # more than there are threads
+
+
+class Clerk:
+    """A chatter whose answers come from a task of its own, made in reset, by a queue; it notes where it runs."""
+
+    def __init__(self, max_turns=3):
+        self.chatter, self.max_turns = Chatter(max_turns), max_turns
+        self.loops, self.threads, self.cancelled = [], set(), threading.Event()
+
+    async def reset(self):
+        self._note()
+        self.lock, self.asked, self.answers = asyncio.Lock(), asyncio.Queue(), asyncio.Queue()
+        self.work = asyncio.create_task(self._work())
+        await asyncio.sleep(0.001)
+        return self.chatter.reset(), {"seed": 1}
+
+    async def step(self, action):
+        self._note()
+        async with self.lock:
+            await self.asked.put(action)
+            return await self.answers.get()
+
+    def state_id(self, observation):
+        return self.chatter.state_id(observation)
+
+    def _note(self):
+        self.loops.append(asyncio.get_running_loop())
+        self.threads.add(threading.get_ident())
+
+    async def _work(self):
+        try:
+            while True:
+                action = await self.asked.get()
+                await asyncio.sleep(0.001)
+                await self.answers.put(self.chatter.step(action))
+        finally:
+            self.cancelled.set()
+
+
+def play(lend, clerks, **options):
+    engine = engine_of(lend("qwen3"), SAMPLING, width=6, **options)
+    return engine.rollout(group_requests(range(len(clerks)), lambda row, seed, place: clerks[row], group_size=1))
+
+
+def assert_closed(clerk):
+    assert clerk.cancelled.wait(10)
+    assert len(set(clerk.loops)) == len(clerk.threads) == 1
+    deadline = time.monotonic() + 10
+    while not clerk.loops[0].is_closed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert clerk.loops[0].is_closed()
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": False}, {"env_timeout": None}])
+def test_an_async_environment_plays_as_the_plain_one_does_on_one_loop_that_ends_with_it(lend, options):
+    clerks = [Clerk() for _ in range(ROWS)]
+    plain = play(lend, [Chatter(3) for _ in range(ROWS)])
+    trajectories = play(lend, clerks, **{"env_timeout": 60.0, **options})
+    assert_same(trajectories, plain)
+    for trajectory, clerk in zip(trajectories, clerks, strict=True):
+        assert trajectory.stop_reason == StopReason.env_done
+        assert len(trajectory.turns) == 3
+        assert_closed(clerk)
+    assert len({id(clerk.loops[0]) for clerk in clerks}) == ROWS
+
+
+class RaisesInStep(Clerk):
+    async def step(self, action):
+        self._note()
+        await asyncio.sleep(0)
+        raise KeyError("boom")
+
+
+class NamesNoState(Clerk):
+    async def state_id(self, observation) -> str:
+        await asyncio.sleep(0)
+        raise KeyError("boom")
+
+
+class Sleeps(Clerk):
+    async def step(self, action):
+        self._note()
+        await asyncio.sleep(1.0)
+        return await super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(RaisesInStep, "step of the environment"), (NamesNoState, "state_id of the environment")]
+)
+def test_an_async_environment_that_raises_fails_its_row_alone_and_its_loop_is_closed(lend, kind, words):
+    clerks = [kind(), Clerk()]
+    failed, good = play(lend, clerks)
+    assert (failed.stop_reason, good.stop_reason) == (StopReason.env_error, StopReason.env_done)
+    assert failed.error == f"{words} raised KeyError: 'boom'"
+    for clerk in clerks:
+        assert_closed(clerk)
+
+
+def test_an_async_environment_that_is_too_slow_fails_its_row_and_closes_its_loop_when_it_wakes(lend):
+    clerks = [Sleeps(), Clerk()]
+    late, good = play(lend, clerks, env_timeout=0.3)
+    assert (late.stop_reason, good.stop_reason) == (StopReason.timeout, StopReason.env_done)
+    for clerk in clerks:
+        assert_closed(clerk)
+
+
+def test_an_episode_that_the_context_ends_closes_its_loop_too(lend):
+    clerk = Clerk()
+    (trajectory,) = play(lend, [clerk], max_context=24)
+    assert trajectory.stop_reason == StopReason.context
+    assert not trajectory.failed
+    assert_closed(clerk)
+
+
+class Calls(ToolMathEnv):
+    """Asks the calculator whatever the model says."""
+
+    def step(self, action):
+        return super().step("<tool>12 * 3</tool>")
+
+
+def test_what_a_tool_replies_is_read_in_the_tools_name(lend):
+    engine = engine_of(lend("qwen3"), SAMPLING)
+    (trajectory,) = engine.rollout(group_requests(["a"], lambda task, seed, place: Calls(task), group_size=1))
+    assert trajectory.stop_reason == StopReason.max_turns
+    assert [turn.observation for turn in trajectory.turns[1:]] == [({"role": "tool", "content": "36"},)] * 3
+    assert [turn.state_id for turn in trajectory.turns] == ["", "36", "36", "36"]
+    text = lend("qwen3")[1].decode(list(trajectory.segments[0].token_ids))
+    assert text.count("<|tool|>36") == 3
