@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from statistics import median
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
-from mlxrl.env import Environment, Message, StepResult
+from mlxrl.env import Environment, Message, StepResult, SyncEnv
 from mlxrl.policy import ModelError
 from mlxrl.rollout import RolloutRequest, group_requests
 from mlxrl.train.metrics import Metrics
@@ -118,6 +119,11 @@ class _Opening:
         return ""
 
 
+def _first_words(make: Callable[[], Environment]) -> str | Sequence[Message]:
+    with closing(SyncEnv(make())) as environment:
+        return environment.reset()
+
+
 def _openings(session: Session) -> list[RolloutRequest]:
     """As many of the first step's rows as decode at once."""
     config = session.config
@@ -131,7 +137,7 @@ def _openings(session: Session) -> list[RolloutRequest]:
     )
 
     def opening(make: Callable[[], Environment]) -> Callable[[], Environment]:
-        return partial(_Opening, cache(lambda: make().reset()))  # built once, however often it is played
+        return partial(_Opening, cache(partial(_first_words, make)))  # built once, however often it is played
 
     sampling = replace(session.engine.sampling, max_tokens=1)
     rows = requests[: session.engine.width]
