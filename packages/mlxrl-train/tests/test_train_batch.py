@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrl.algo import algorithm_names, make_algorithm
-from mlxrl.rollout import Role
+from mlxrl.policy import plan_reading
+from mlxrl.rollout import Role, Segment
 from mlxrl.train import make_batch
 from mlxrl.train.scoring import cut_micro_batches, score_micro_batch
 
@@ -24,6 +25,13 @@ def build(name):
 def batch_of(model, episodes, algorithm, **options):
     rewards = [[episode.reward] for episode in episodes]
     return make_batch(model, episodes, algorithm, rewards=rewards, reward_weights=[1.0], **options)
+
+
+def part(prompt, actions, key=0):
+    """A segment of a prompt and as many sampled tokens, which no other key has."""
+    ids = np.concatenate([prompt, 1000 * (key + 1) + np.arange(actions)]).astype(np.int32)
+    roles = (np.arange(len(ids)) >= len(prompt)).astype(np.int8) * int(Role.ACTION)
+    return Segment(ids, roles, np.zeros(len(ids), dtype=np.int32), np.zeros(len(ids), dtype=np.float32))
 
 
 def test_a_row_holds_the_trained_tokens_of_all_segments_end_to_end(policy, episode):
@@ -136,18 +144,14 @@ def test_the_share_of_a_minibatch_has_denominators_of_its_own_and_advantages_of_
 
 
 @given(
-    lengths=st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=4), min_size=1, max_size=12),
+    lengths=st.lists(st.lists(st.integers(0, 39), min_size=0, max_size=4), min_size=1, max_size=12),
     max_tokens=st.none() | st.integers(1, 200),
     max_rows=st.none() | st.integers(1, 6),
 )
 def test_a_cut_has_every_row_once_and_keeps_to_its_budgets(lengths, max_tokens, max_rows):
-    class Part:
-        def __init__(self, length):
-            self.token_ids = np.zeros(length)
-
-    trajectories = [[Part(length) for length in row] for row in lengths]
+    trajectories = [[part(np.arange(length), 1) for length in row] for row in lengths]
     rows = list(range(0, len(lengths), 2)) or [0]
-    cuts = cut_micro_batches(trajectories, rows, max_tokens=max_tokens, max_rows=max_rows)
+    cuts = cut_micro_batches(trajectories, rows, max_tokens=max_tokens, max_rows=max_rows, share=False)
     assert sorted(row for cut in cuts for row in cut) == [row for row in rows if lengths[row]]
     for cut in cuts:
         segments = sum(len(lengths[row]) for row in cut)
@@ -155,3 +159,41 @@ def test_a_cut_has_every_row_once_and_keeps_to_its_budgets(lengths, max_tokens, 
         assert len(cut) == 1 or ((max_tokens or padded) >= padded and (max_rows or segments) >= segments)
     widths = [max(lengths[row]) for cut in cuts for row in cut]
     assert widths == sorted(widths, reverse=True)  # neighbours are alike: little padding
+
+
+@given(
+    prompts=st.lists(st.integers(0, 2), min_size=1, max_size=10),
+    completions=st.lists(st.integers(1, 12), min_size=10, max_size=10),
+    max_tokens=st.none() | st.integers(1, 200),
+    max_rows=st.none() | st.integers(1, 6),
+)
+def test_a_cut_of_rows_that_share_keeps_to_its_budgets_after_sharing(prompts, completions, max_tokens, max_rows):
+    trajectories = [
+        [part(np.full(5 + 6 * prompt, prompt), completion, key)]
+        for key, (prompt, completion) in enumerate(zip(prompts, completions, strict=False))
+    ]
+    limits = {"max_tokens": max_tokens, "max_rows": max_rows}
+    cuts = cut_micro_batches(trajectories, range(len(prompts)), **limits, share=True)
+    assert sorted(row for cut in cuts for row in cut) == list(range(len(prompts)))
+
+    def tokens(cut):
+        return plan_reading([trajectories[row][0].token_ids[:-1] for row in cut]).tokens
+
+    for cut in cuts:
+        assert len(cut) == 1 or ((max_tokens or tokens(cut)) >= tokens(cut) and (max_rows or len(cut)) >= len(cut))
+
+
+def test_rows_of_a_prompt_stand_together_where_that_saves_tokens_and_by_length_where_not():
+    # two prompts of 20 tokens; completions of 1 to 4 tokens, the lengths dealt out in turn
+    trajectories = [[part(np.full(20, row % 2), 1 + row // 2, row)] for row in range(8)]
+    cuts = cut_micro_batches(trajectories, range(8), max_tokens=None, max_rows=4, share=True)
+    assert [sorted(cut) for cut in cuts] == [[1, 3, 5, 7], [0, 2, 4, 6]]
+    assert cuts[0] == [7, 5, 3, 1]  # the longest first
+    # prompts of one token and completions of 3 and 30: what counts is padding
+    trajectories = [[part(np.full(1, row % 2), 30 if row < 4 else 3, row)] for row in range(8)]
+    cuts = cut_micro_batches(trajectories, range(8), max_tokens=None, max_rows=4, share=True)
+    assert [sorted(cut) for cut in cuts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # a budget of tokens counts a prompt once: 20 + 4 x 3 tokens are read of the first prompt's rows
+    trajectories = [[part(np.full(20, 0), 4, row)] for row in range(4)]
+    assert len(cut_micro_batches(trajectories, range(4), max_tokens=32, max_rows=None, share=True)) == 1
+    assert len(cut_micro_batches(trajectories, range(4), max_tokens=32, max_rows=None, share=False)) == 4

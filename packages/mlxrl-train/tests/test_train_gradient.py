@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.algo import Correction, algorithm_names, make_algorithm
+from mlxrl.policy import shares_prefixes
 from mlxrl.rollout import Role
 from mlxrl.train import Objective, batch_gradient, make_batch
 
@@ -267,3 +268,52 @@ def test_a_corrected_gradient_is_the_same_for_every_cut(policy, episodes, level)
     for rows in (1, 2, 3):
         cut, _ = batch_gradient(policy, batch, objective, max_rows=rows)
         assert distance(flat(cut), flat(whole)) < 5e-6
+
+
+@pytest.fixture
+def alike(episode):
+    """Two groups of four, each with a prompt of its own of 14 or 17 tokens, in several turns and lengths."""
+    rows = []
+    for group, prompt in enumerate((14, 17)):
+        for seed, lengths in enumerate(((9, 2), (3,), (1, 4), (6,))):
+            row = episode(group, lengths, reward=seed / 3 + group, echo=True, seed=seed, prompt=prompt)
+            first = row.segments[0]
+            ids = first.token_ids.copy()
+            ids[:prompt] = np.arange(prompt) + 10 + 40 * group
+            rows.append(replace(row, segments=(replace(first, token_ids=ids), *row.segments[1:])))
+    return rows
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gigpo"])
+def test_prompts_that_are_shared_leave_the_gradient_of_rows_read_alone(load, alike, name, mode, recompute):
+    model, algorithm = load(grad_checkpoint=recompute), build(name)
+    beta, _, old = MODES[mode]
+    assert shares_prefixes(model)
+    batch = batch_of(model, alike, algorithm, beta=beta, old=old)
+    together, metrics = gradient_of(model, batch, algorithm, mode)
+    object.__setattr__(model, "_prefixes_are_shareable", False)  # as a model whose caches do not allow it
+    alone_batch = batch_of(model, alike, algorithm, beta=beta, old=old)
+    alone, alone_metrics = gradient_of(model, alone_batch, algorithm, mode, max_rows=1)
+    assert distance(together, alone) < 5e-6
+    assert metrics == pytest.approx(alone_metrics, rel=1e-4, abs=1e-5)
+    object.__setattr__(model, "_prefixes_are_shareable", True)
+    for limits in ({"max_rows": 4}, {"max_rows": 3}, {"max_tokens": 60}):
+        assert distance(gradient_of(model, batch, algorithm, mode, **limits)[0], alone) < 5e-6, limits
+
+
+def test_a_micro_batch_reads_the_prompt_of_a_group_once(load, alike):
+    model, algorithm = load(), build("grpo")
+    shares_prefixes(model)
+    read = []
+
+    class Counting(type(model.model)):
+        def __call__(self, inputs, *args, **kwargs):
+            read.append(inputs.shape)
+            return super().__call__(inputs, *args, **kwargs)
+
+    model.model.__class__ = Counting
+    batch_gradient(model, batch_of(model, alike, algorithm), Objective(algorithm), max_rows=4)
+    # a group is a micro-batch, the longer prompt first; behind it come at most 9 + 2 + 2 tokens, the last unread
+    assert read == [(1, 17), (4, 12), (1, 14), (4, 12)]

@@ -12,6 +12,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.algo import algorithm_names, make_algorithm
+from mlxrl.policy import shares_prefixes
 from mlxrl.train import (
     Objective,
     batch_from_rollouts,
@@ -52,6 +53,7 @@ def count_forwards():
     """count_forwards(model) -> a list that grows by the shape of every pass through the trunk without a cache."""
 
     def wrap(model):
+        shares_prefixes(model)  # what is compared once a model is compared here
         shapes = []
         trunk = model.model
 

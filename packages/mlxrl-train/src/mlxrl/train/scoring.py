@@ -1,52 +1,86 @@
 """Score the trained tokens of trajectories, a micro-batch of segments at a time."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
-from mlxrl.policy import Scores, score
+from mlxrl.policy import Scores, plan_reading, score, shares_prefixes
 from mlxrl.rollout import Role, Segment
 
 Segments = Sequence[Segment]
 
 
 def cut_micro_batches(
-    trajectories: Sequence[Segments], rows: Sequence[int], *, max_tokens: int | None, max_rows: int | None
+    trajectories: Sequence[Segments], rows: Sequence[int], *, max_tokens: int | None, max_rows: int | None, share: bool
 ) -> list[list[int]]:
-    """Split trajectories into micro-batches: sorted by length, within a budget of padded tokens and of rows.
+    """Split trajectories into micro-batches within a budget of padded tokens and of rows.
 
-    A trajectory is never split, so a sequence-level loss sees all of it; one that alone exceeds the budget goes alone.
+    They are sorted by length, or rows of one prompt stand together, longest prompt first and sorted by length within:
+    whichever leaves the model fewer tokens to read. A trajectory is never split, so a sequence-level loss sees all of
+    it; one that alone exceeds the budget goes alone.
 
     Args:
         trajectories: the segments of every trajectory.
         rows: indices of the trajectories to run.
-        max_tokens: padded tokens of a micro-batch; None is no limit.
+        max_tokens: padded tokens of a micro-batch, those that its rows share counted once; None is no limit.
         max_rows: segments of a micro-batch; None is no limit.
+        share: whether the model reads what rows share once, see `mlxrl.policy.shares_prefixes`.
 
     Returns:
         Lists of indices; each index of `rows` once.
     """
 
-    def width(row: int) -> int:
-        return max(len(segment.token_ids) for segment in trajectories[row])
+    read = {row: [_read(segment) for segment in trajectories[row]] for row in rows if trajectories[row]}
 
-    cuts: list[list[int]] = []
-    for row in sorted((row for row in rows if trajectories[row]), key=width, reverse=True):
-        if cuts:
-            together = [*cuts[-1], row]
-            segments = sum(len(trajectories[i]) for i in together)
-            tokens = segments * width(together[0])  # sorted: the first is the longest
-            if (max_tokens is None or tokens <= max_tokens) and (max_rows is None or segments <= max_rows):
-                cuts[-1] = together
-                continue
-        cuts.append([row])
-    return cuts
+    def width(row: int) -> int:
+        return max(len(part) for part in read[row])
+
+    def prompt(row: int) -> tuple[int, bytes]:
+        segment = trajectories[row][0]
+        start = int(np.argmax(segment.roles != Role.MASKED))
+        return start, segment.token_ids[:start].tobytes()
+
+    def tokens(cut: list[int]) -> int:
+        return plan_reading([part for row in cut for part in read[row]], share=share).tokens
+
+    def fits(cut: list[int]) -> bool:
+        segments = sum(len(read[row]) for row in cut)
+        return (max_rows is None or segments <= max_rows) and (max_tokens is None or tokens(cut) <= max_tokens)
+
+    def filled(order: list[int]) -> list[list[int]]:
+        cuts: list[list[int]] = []
+        for row in order:
+            if cuts and fits([*cuts[-1], row]):
+                cuts[-1].append(row)
+            else:
+                cuts.append([row])
+        return cuts
+
+    by_length = filled(sorted(read, key=width, reverse=True))
+    if not share or len(by_length) <= 1:
+        return by_length
+    by_prompt = filled(sorted((row for cut in by_length for row in cut), key=prompt, reverse=True))
+    return min(by_length, by_prompt, key=lambda cuts: sum(map(tokens, cuts)))
+
+
+def _read(segment: Segment) -> npt.NDArray[np.integer[Any]]:
+    """What the model reads to score a segment: all before its last trained token."""
+    trained = np.flatnonzero(segment.roles != Role.MASKED)
+    return segment.token_ids[: trained[-1] if trained.size else 0]
 
 
 def score_micro_batch(
-    model: nn.Module, trajectories: Sequence[Segments], width: int, *, temperature: float, pad_token_id: int
+    model: nn.Module,
+    trajectories: Sequence[Segments],
+    width: int,
+    *,
+    temperature: float,
+    pad_token_id: int,
+    with_gradient: bool = False,
 ) -> Scores:
     """Log-probabilities and entropies of the trained tokens of a few trajectories.
 
@@ -58,6 +92,7 @@ def score_micro_batch(
         width: T of the result.
         temperature: sampling temperature.
         pad_token_id: id that fills rows.
+        with_gradient: whether a gradient will be taken.
 
     Returns:
         Scores `[b, T]`: a trajectory's trained tokens end to end, 0 behind them.
@@ -70,7 +105,9 @@ def score_micro_batch(
         token_ids_R_L[row, : len(segment.token_ids)] = segment.token_ids
         roles_R_L[row, : len(segment.roles)] = segment.roles
     temperature_R_L = np.where(roles_R_L == Role.ECHO, 1.0, temperature)
-    scores = score(model, token_ids_R_L, roles_R_L != Role.MASKED, temperature=temperature_R_L)
+    scores = score(
+        model, token_ids_R_L, roles_R_L != Role.MASKED, temperature=temperature_R_L, with_gradient=with_gradient
+    )
 
     places_b_T = np.zeros((len(trajectories), width), dtype=np.int32)  # place 0 is never scored: its value is 0
     row = 0
@@ -101,7 +138,8 @@ def score_trajectories(
     """
     width = roles_B_T.shape[1]
     logprobs_B_T = mx.zeros(roles_B_T.shape)
-    for rows in cut_micro_batches(trajectories, range(len(trajectories)), max_tokens=max_tokens, max_rows=max_rows):
+    every, share = range(len(trajectories)), shares_prefixes(model)
+    for rows in cut_micro_batches(trajectories, every, max_tokens=max_tokens, max_rows=max_rows, share=share):
         parts = [trajectories[row] for row in rows]
         scores = score_micro_batch(model, parts, width, temperature=temperature, pad_token_id=pad_token_id)
         logprobs_B_T[mx.array(rows)] = mx.stop_gradient(scores.logprobs)

@@ -10,7 +10,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from mlxrl.algo import Algorithm, Correction, KLEstimator, kl_penalty
-from mlxrl.policy import checkpoint_blocks, dropout_active
+from mlxrl.policy import checkpoint_blocks, dropout_active, shares_prefixes
 from mlxrl.rollout import Role
 from mlxrl.train.batch import TrainBatch
 from mlxrl.train.metrics import Metrics
@@ -75,7 +75,7 @@ def optimizer_step(
         pad_token_id: id that fills rows.
         use_checkpoint: recompute activations in the backward pass or not; None leaves the model as it is.
         micro_batch_size: most rows of a forward and backward pass.
-        max_tokens: most padded tokens of a forward and backward pass.
+        max_tokens: most padded tokens of a forward and backward pass; those that rows share count once.
         max_grad_norm: clip the gradient to this global norm.
         kl_estimator: estimator of the KL; None is the algorithm's own.
         echo_alpha: weight of the world-model term.
@@ -152,7 +152,7 @@ def batch_gradient(
         batch: the whole optimizer batch.
         objective: what is minimised.
         pad_token_id: id that fills rows.
-        max_tokens: padded tokens of a micro-batch.
+        max_tokens: padded tokens of a micro-batch; those that rows share count once.
         max_rows: rows of a micro-batch.
 
     Returns:
@@ -164,11 +164,12 @@ def batch_gradient(
             f"beta = {objective.beta} needs reference log-probs; make the batch with compute_reference=True."
         )
     rows = moving_rows(batch, objective)
-    cuts = cut_micro_batches(batch.segments, rows, max_tokens=max_tokens, max_rows=max_rows)
     parameters = model.trainable_parameters()
     gradient, loss = None, 0.0
     sums: list[_Sums[float]] = []
     with dropout_active(model):
+        share = shares_prefixes(model)
+        cuts = cut_micro_batches(batch.segments, rows, max_tokens=max_tokens, max_rows=max_rows, share=share)
         for cut in cuts:
             micro_loss = _micro_batch_loss(model, batch, cut, objective, pad_token_id)
             (value, *parts), micro_gradient = nn.value_and_grad(model, micro_loss)()
@@ -215,6 +216,7 @@ def _micro_batch_loss(
             roles.shape[1],
             temperature=batch.temperature,
             pad_token_id=pad_token_id,
+            with_gradient=True,
         )
         corrected = weights
         if objective.correction is not None:
