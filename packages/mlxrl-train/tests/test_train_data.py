@@ -178,3 +178,14 @@ def test_template_arguments_and_the_system_prompt_reach_the_chat_template(values
         (segment,) = row["segments"]
         start = session.tokenizer.decode(segment["token_ids"][: segment["roles"].index(1)])  # 1 is an action's
         assert start == f"<system>Hush.<user>{row['turns'][0]['observation'][1]['content']}think!"
+
+
+def test_fields_that_cannot_act_on_the_data_are_told(values, files):
+    data = files["csv"] | {"seed": 3}
+    told = "data.seed draws the share that is held out; set data.eval_fraction."
+    assert told in open_session(make_config(values(data=data))).inactive
+    assert told not in open_session(make_config(values(data=data | {"eval_fraction": 0.5}))).inactive
+    held_out = files["csv"] | {"eval_path": files["json"]["path"]}
+    told = "data.eval_path is read for evaluations only; set eval.tasks."
+    assert told in open_session(make_config(values(data=held_out))).inactive
+    assert told not in open_session(make_config(values(data=held_out, eval={"tasks": 1}))).inactive
