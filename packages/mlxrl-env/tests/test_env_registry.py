@@ -6,12 +6,26 @@ import sys
 import pytest
 
 import mlxrl.env
-from mlxrl.env import FactorySuite, KeyDoorEnv, Suite, env_names, make_env, register_env, registry
+from mlxrl.env import (
+    EnvDescription,
+    FactorySuite,
+    KeyDoorEnv,
+    Suite,
+    describe_env,
+    env_names,
+    make_env,
+    register_env,
+    registry,
+)
 
-OWN = """
+OWN = '''
 from mlxrl.env import ArithmeticSuite, KeyDoorEnv
 
 def factory(task, seed, group_index):
+    """Keys and doors.
+
+    As they come.
+    """
     return KeyDoorEnv(task, seed)
 
 positional = lambda number, seed, group: KeyDoorEnv(number, seed)
@@ -29,7 +43,7 @@ def wrong():
     return 3
 
 number = 3
-"""
+'''
 
 
 @pytest.fixture
@@ -98,6 +112,25 @@ def test_an_import_that_fails_inside_a_users_module_is_not_hidden(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
         make_env("needs_more:factory")
+
+
+@pytest.mark.parametrize("name", env_names())
+def test_every_shipped_environment_says_in_a_line_what_it_asks(name):
+    described = describe_env(name)
+    assert described.name == name
+    assert 10 < len(described.summary) <= 100
+    assert described.summary.endswith(".")
+    assert any(option.startswith("seed=") for option in described.options) or name == "guess-number"
+
+
+def test_a_description_tells_options_with_their_defaults_and_those_that_must_be_given(own):
+    assert describe_env("key-door").options == ("seed=0", "max_turns=10", "invalid_penalty=0.0")
+    assert describe_env(f"{own}:factory") == EnvDescription(
+        f"{own}:factory", "Keys and doors.", ("tasks=100", "eval_tasks=20")
+    )
+    assert describe_env(f"{own}:needy") == EnvDescription(f"{own}:needy", "", ("path",))
+    with pytest.raises(ValueError, match="unknown environment 'key-dor'; did you mean 'key-door'"):
+        describe_env("key-dor")
 
 
 @pytest.mark.parametrize(

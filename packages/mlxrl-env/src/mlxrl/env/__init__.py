@@ -11,7 +11,15 @@ from mlxrl.env.levels import LevelGame
 from mlxrl.env.numbers import answer_number
 from mlxrl.env.protocol import EnvFactory, Environment, RewardWeights, Split, StepResult, StopReason, Suite
 from mlxrl.env.recurring_text import RecurringStateTextEnv
-from mlxrl.env.registry import FactorySuite, SuiteBuilder, env_names, make_env, register_env
+from mlxrl.env.registry import (
+    EnvDescription,
+    FactorySuite,
+    SuiteBuilder,
+    describe_env,
+    env_names,
+    make_env,
+    register_env,
+)
 from mlxrl.env.rewards import RewardFunction, register_reward, reward_function, reward_names
 from mlxrl.env.rewards_answer import answer_tag, exact_match, numeric_match
 from mlxrl.env.rewards_format import format_reward
@@ -28,6 +36,7 @@ __all__ = [
     "AlphabetSortEnv",
     "ArithmeticSuite",
     "DatasetSuite",
+    "EnvDescription",
     "EnvFactory",
     "Environment",
     "FactorySuite",
@@ -57,6 +66,7 @@ __all__ = [
     "as_messages",
     "as_observation",
     "as_step_result",
+    "describe_env",
     "env_names",
     "exact_match",
     "format_reward",

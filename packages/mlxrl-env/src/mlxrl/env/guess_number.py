@@ -56,6 +56,9 @@ class GuessNumberEnv(TextGame):
 
 
 def guess_number_suite(max_turns: int = 4, invalid_penalty: float = 0.0) -> GameSuite:
-    """GuessNumberEnv with each secret once in both splits: a hidden secret that never occurs would be unfair to ask."""
+    """Find a number from 1 to 15 by guesses that are too low or too high.
+
+    Each secret is once in both splits: a hidden secret that never occurs would be unfair to ask.
+    """
     game = partial(GuessNumberEnv, max_turns=max_turns, invalid_penalty=invalid_penalty)
     return GameSuite("guess-number", game, GuessNumberEnv.starts, GuessNumberEnv.starts)

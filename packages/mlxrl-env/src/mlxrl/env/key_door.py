@@ -51,6 +51,9 @@ class KeyDoorEnv(TextGame):
 
 
 def key_door_suite(seed: int = 0, max_turns: int = 10, invalid_penalty: float = 0.0) -> GameSuite:
-    """The 64 starts of KeyDoorEnv, 48 to train on and 16, drawn by the seed, to evaluate on."""
+    """Fetch the key and open the door, in four rooms in a row.
+
+    There are 64 starts, 48 to train on and 16, drawn by the seed, to evaluate on.
+    """
     game = partial(KeyDoorEnv, max_turns=max_turns, invalid_penalty=invalid_penalty)
     return GameSuite("key-door", game, *held_out_quarter(KeyDoorEnv.starts, seed))

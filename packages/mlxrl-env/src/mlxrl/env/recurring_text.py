@@ -49,6 +49,9 @@ class RecurringStateTextEnv(TextGame):
 
 
 def recurring_text_suite(seed: int = 0, max_turns: int = 3, invalid_penalty: float = 0.0) -> GameSuite:
-    """The 12 walks of RecurringStateTextEnv, 9 to train on and 3, drawn by the seed, to evaluate on."""
+    """Walk to a room two doors away.
+
+    There are 12 walks, 9 to train on and 3, drawn by the seed, to evaluate on.
+    """
     game = partial(RecurringStateTextEnv, max_turns=max_turns, invalid_penalty=invalid_penalty)
     return GameSuite("recurring-text", game, *held_out_quarter(RecurringStateTextEnv.starts, seed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from mlxrl.env.alphabet_sort import alphabet_sort_suite
@@ -106,15 +107,7 @@ def make_env(name: str, **options: Any) -> Suite:
             to cannot be found.
         TypeError: what the name refers to is no environment.
     """
-    if is_reference(name):
-        builder = load_object(name)
-    elif _spelled(name) in _BUILDERS:
-        builder = _BUILDERS[_spelled(name)]
-    else:
-        raise unknown("environment", name, _BUILDERS, ", or your own path/to/file.py:factory")
-    if not callable(builder):
-        raise TypeError(f"environment {name!r} must be a function or a class, got {type(builder).__name__}")
-    builder = cast(Callable[..., Any], builder)
+    builder = _builder(name)
     if _is_factory(builder):
         return FactorySuite(name, builder, **_checked(name, FactorySuite, options, given=("name", "factory")))
     suite = builder(**_checked(name, builder, options))
@@ -124,6 +117,50 @@ def make_env(name: str, **options: Any) -> Suite:
             "an environment factory takes (task, seed, group_index)"
         )
     return suite
+
+
+@dataclass(frozen=True)
+class EnvDescription:
+    """What can be told of an environment without making it.
+
+    Args:
+        name: what it goes by.
+        summary: the first line of its documentation; empty where there is none.
+        options: its options, each as "name=default", or as "name" where it must be given.
+    """
+
+    name: str
+    summary: str
+    options: tuple[str, ...]
+
+
+def describe_env(name: str) -> EnvDescription:
+    """What an environment asks and takes.
+
+    Args:
+        name: as `make_env` takes it.
+
+    Raises:
+        ValueError: the name is unknown, or what it refers to cannot be found.
+        TypeError: what the name refers to is no environment.
+    """
+    builder = _builder(name)
+    taker, given = (FactorySuite, ("name", "factory")) if _is_factory(builder) else (builder, ())
+    parameters = inspect.signature(taker).parameters.items()
+    options = (key if p.default is p.empty else f"{key}={p.default!r}" for key, p in parameters if key not in given)
+    return EnvDescription(name, (inspect.getdoc(builder) or "").partition("\n")[0], tuple(options))
+
+
+def _builder(name: str) -> Callable[..., Any]:
+    if is_reference(name):
+        builder = load_object(name)
+    elif _spelled(name) in _BUILDERS:
+        builder = _BUILDERS[_spelled(name)]
+    else:
+        raise unknown("environment", name, _BUILDERS, ", or your own path/to/file.py:factory")
+    if not callable(builder):
+        raise TypeError(f"environment {name!r} must be a function or a class, got {type(builder).__name__}")
+    return cast(Callable[..., Any], builder)
 
 
 def _spelled(name: str) -> str:
