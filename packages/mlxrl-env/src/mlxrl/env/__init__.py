@@ -22,8 +22,15 @@ from mlxrl.env.registry import (
 )
 from mlxrl.env.rewards import RewardFunction, register_reward, reward_function, reward_names
 from mlxrl.env.rewards_answer import answer_tag, exact_match, numeric_match
+from mlxrl.env.rewards_choice import choice_reward
+from mlxrl.env.rewards_code import CodeTestsReward
 from mlxrl.env.rewards_format import format_reward
+from mlxrl.env.rewards_json import json_schema_reward
+from mlxrl.env.rewards_judge import JudgeReward
+from mlxrl.env.rewards_length import length_reward
 from mlxrl.env.rewards_math import math_answer, math_match
+from mlxrl.env.rewards_math_verify import MathReward
+from mlxrl.env.rewards_text import contains_reward, regex_reward
 from mlxrl.env.single_turn import SingleTurnEnv
 from mlxrl.env.sokoban import SokobanEnv
 from mlxrl.env.step import as_observation, as_step_result
@@ -35,6 +42,7 @@ from mlxrl.env.wordle import WordleEnv
 __all__ = [
     "AlphabetSortEnv",
     "ArithmeticSuite",
+    "CodeTestsReward",
     "DatasetSuite",
     "EnvDescription",
     "EnvFactory",
@@ -43,8 +51,10 @@ __all__ = [
     "FrozenLakeEnv",
     "GameSuite",
     "GuessNumberEnv",
+    "JudgeReward",
     "KeyDoorEnv",
     "LevelGame",
+    "MathReward",
     "Message",
     "RecurringStateTextEnv",
     "RewardFunction",
@@ -66,14 +76,19 @@ __all__ = [
     "as_messages",
     "as_observation",
     "as_step_result",
+    "choice_reward",
+    "contains_reward",
     "describe_env",
     "env_names",
     "exact_match",
     "format_reward",
+    "json_schema_reward",
+    "length_reward",
     "make_env",
     "math_answer",
     "math_match",
     "numeric_match",
+    "regex_reward",
     "register_env",
     "register_reward",
     "reward_function",

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from mlxrl.env.alphabet_sort import alphabet_sort_suite
 from mlxrl.env.arithmetic import ArithmeticSuite
+from mlxrl.env.builders import checked_options
 from mlxrl.env.dataset import DatasetSuite
 from mlxrl.env.frozen_lake import frozen_lake_suite
 from mlxrl.env.guess_number import guess_number_suite
@@ -109,7 +110,7 @@ def make_env(name: str, **options: Any) -> Suite:
     """
     builder = _builder(name)
     if _is_factory(builder):
-        return FactorySuite(name, builder, **_checked(name, FactorySuite, options, given=("name", "factory")))
+        return FactorySuite(name, builder, **_checked(name, FactorySuite, options, "name", "factory"))
     suite = builder(**_checked(name, builder, options))
     if not isinstance(suite, Suite):
         raise TypeError(
@@ -178,17 +179,5 @@ def _is_factory(builder: Callable[..., Any]) -> bool:
     return len(required) == 3 or bool(parameters and parameters[0].name == "task")
 
 
-def _checked(
-    name: str, builder: Callable[..., Any], options: dict[str, Any], given: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The options, if the builder takes each of them and needs no other."""
-    parameters = {key: p for key, p in inspect.signature(builder).parameters.items() if key not in given}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for option in options:
-        if option not in named and not takes_any:
-            raise unknown(f"option of environment {name!r}:", option, named)
-    for key, parameter in named.items():
-        if parameter.default is parameter.empty and key not in options:
-            raise ValueError(f"environment {name!r} needs the option {key!r}; set it under [environment]")
-    return options
+def _checked(name: str, builder: Callable[..., Any], options: dict[str, Any], *given: str) -> dict[str, Any]:
+    return checked_options(f"environment {name!r}", builder, options, where="[environment]", given=given)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from mlxrl.env.numbers import answer_number
-from mlxrl.env.rewards_rows import answer_column, equal_rows
+from mlxrl.env.rewards_rows import equal_rows
 
 
 def exact_match(
@@ -21,11 +21,11 @@ def exact_match(
     completion_ids: Any = None,
     trajectories: Any = None,
     *,
-    answer: Sequence[Any] | None = None,
+    answer: Sequence[Any],
     **columns: Any,
 ) -> list[float | None]:
     """1 where the completion is the answer, but for white space around it."""
-    expected = [_text(value) for value in answer_column("exact_match", answer, completions, columns)]
+    expected = [_text(value) for value in answer]
     return equal_rows([completion.strip() for completion in completions], expected, None)
 
 
@@ -35,14 +35,14 @@ def numeric_match(
     completion_ids: Any = None,
     trajectories: Any = None,
     *,
-    answer: Sequence[Any] | None = None,
+    answer: Sequence[Any],
     **columns: Any,
 ) -> list[float | None]:
     """1 where the completion's number equals the answer's, as exact fractions; see `answer_number` for which it is.
 
     A trajectory that was truncated (stop reason length or context) gets 0: its last number is where it was cut.
     """
-    expected = [_number(value) for value in answer_column("numeric_match", answer, completions, columns)]
+    expected = [_number(value) for value in answer]
     return equal_rows([answer_number(completion) for completion in completions], expected, trajectories)
 
 
@@ -52,11 +52,11 @@ def answer_tag(
     completion_ids: Any = None,
     trajectories: Any = None,
     *,
-    answer: Sequence[Any] | None = None,
+    answer: Sequence[Any],
     **columns: Any,
 ) -> list[float | None]:
     """1 where the completion has exactly one <answer>N</answer>, ends with it, and N equals the answer."""
-    expected = [_number(value) for value in answer_column("answer_tag", answer, completions, columns)]
+    expected = [_number(value) for value in answer]
     return equal_rows([_tagged(completion) for completion in completions], expected, None)
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from mlxrl.env.numbers import marked_answer, whole_number
-from mlxrl.env.rewards_rows import answer_column, equal_rows
+from mlxrl.env.rewards_rows import equal_rows
 
 # Rewritten one after the other; what is left is compared letter by letter.
 _REWRITES = (
@@ -50,7 +50,7 @@ def math_match(
     completion_ids: Any = None,
     trajectories: Any = None,
     *,
-    answer: Sequence[Any] | None = None,
+    answer: Sequence[Any],
     **columns: Any,
 ) -> list[float | None]:
     """1 where the completion's answer equals the column `answer`; see `math_answer` for what is compared.
@@ -58,6 +58,5 @@ def math_match(
     The two are compared as written: 2x + 2 and 2(x + 1) differ. A trajectory that was truncated gets 0; a row whose
     answer is None or blank is not scored (None).
     """
-    answers = answer_column("math_match", answer, completions, columns)
-    expected = [None if value is None else math_answer(str(value)) for value in answers]
+    expected = [None if value is None else math_answer(str(value)) for value in answer]
     return equal_rows([math_answer(completion) for completion in completions], expected, trajectories)
