@@ -27,13 +27,17 @@ EOS = 1  # of the tiny models' tokenizer
 
 # A reward with many values on random text: the share of letters and digits, less a twentieth for each sign.
 REWARD = """
+import threading
+
+
 def spread(prompts, completions, completion_ids, trajectories, **columns):
     return [sum(c.isalnum() for c in text) / 8 - sum(not c.isalnum() for c in text) / 20 for text in completions]
 
 
-def by_answer(prompts, completions, completion_ids, trajectories, answer, **columns):
+def by_answer(prompts, completions, completion_ids, trajectories, answer, factor=1.0, **columns):
     shares = spread(prompts, completions, completion_ids, trajectories)
-    return [share + len(right) for share, right in zip(shares, answer, strict=True)]
+    more = threading.current_thread() is threading.main_thread()  # where functions without a timeout run
+    return [factor * share + len(right) + more for share, right in zip(shares, answer, strict=True)]
 """
 # Two rooms, whose name the environment tells; each turn pays for capital letters.
 ENVIRONMENT = """

@@ -262,7 +262,11 @@ BEFORE_THE_MODEL = {
     "an option out of range": ({"environment": {"size": 0}}, "size must be a whole number of at least 1, got 0"),
     "an unknown reward": (
         {"rewards": [{"name": "exact_mach"}]},
-        r"rewards: unknown reward 'exact_mach'; did you mean 'exact_",
+        r"rewards: unknown reward 'exact_mach'; did you mean 'exact-match'",
+    ),
+    "an option that a reward does not have": (
+        {"rewards": [{"name": "length", "options": {"traget": 3}}]},
+        r"rewards: unknown option of reward 'length': 'traget'; did you mean 'target'\?",
     ),
     "a reward twice": (
         {"rewards": [{"name": "exact_match"}, {"name": "exact_match", "weight": 2.0}]},
@@ -304,6 +308,10 @@ def test_data_that_cannot_be_rewarded_or_evaluated_is_refused_before_the_model(v
     assert refusal(eval={"tasks": 4}) == (
         "eval.tasks = 4, but env_name = 'jsonl' holds out no tasks; "
         "set eval.tasks = 0, or data.eval_path, data.eval_split or data.eval_fraction for data."
+    )
+    assert refusal(rewards=[{"name": "code-tests"}]) == (
+        f"rewards: 'code-tests' needs the column 'tests', which no task of data.path = {str(project / 'tasks.jsonl')!r} "
+        "has (columns: answer, other, prompt); name it in [data], or choose another reward."
     )
     assert refusal(environment={"path": "other.jsonl"}) == (
         "environment.path = 'other.jsonl' is set by [data]; leave it out there."

@@ -145,6 +145,8 @@ CHANGES = {
     "environment": ("arithmetic", {}, {"environment": {"terms": [4, 4], "size": 20}}, "rollouts"),
     "rewards.name": ("jsonl", {}, "PROJECT/my_rewards.py:spread", "metrics"),
     "rewards.weight": ("jsonl", {}, 2.0, "metrics"),
+    "rewards.options": ("jsonl", {}, {"factor": 2.0}, "metrics"),
+    "rewards.timeout": ("jsonl", {}, 0.0, "metrics"),
     "eval.tasks": ("jsonl", HELD_OUT, 3, "evaluations"),
     "eval.every": ("jsonl", TWO | HELD_OUT, 1, "evaluations"),
     "eval.temperature": ("jsonl", HELD_OUT, 1.0, "evaluations"),

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import shutil
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -96,7 +97,7 @@ def test_a_policy_that_blows_up_stops_the_run_after_five_steps_with_what_to_do(v
 
 def test_steps_with_a_gradient_that_is_not_finite_are_counted_until_a_finite_one(values, tmp_path, monkeypatch):
     # a reward of 1e100, if it were let through, has a finite advantage in float64 and an infinite one in float32
-    monkeypatch.setattr("mlxrl.train.rewards.LARGEST_REWARD", 1e300)
+    monkeypatch.setattr("mlxrl.train.reward_calls.LARGEST_REWARD", 1e300)
     huge = tmp_path / "huge.py"
     huge.write_text("def huge(completions, **_):\n    return [1e100 * i for i, _ in enumerate(completions)]\n")
     fields = values(rewards=[{"name": f"{huge}:huge"}], steps=9, algorithm={"advantage": "centred"})
@@ -293,14 +294,120 @@ def test_a_run_whose_every_episode_fails_stops_with_the_first_reason(rooms, tmp_
         train(make_config(rooms(env_name=f"{tmp_path / 'stuck.py'}:stuck", steps=9)))
 
 
-def test_a_reward_that_raises_late_keeps_what_was_learned(values, tmp_path):
-    (tmp_path / "late.py").write_text(
-        "calls = []\n\ndef late(completions, **_):\n    calls.append(1)\n"
-        "    if len(calls) > 2:\n        raise KeyError('answer')\n    return [float(len(c)) for c in completions]\n"
-    )
-    with pytest.raises(RewardError, match="KeyError"):
-        train(make_config(values(rewards=[{"name": f"{tmp_path / 'late.py'}:late"}], steps=9)))
-    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+MISHAPS = """
+import math
+import time
+
+calls = []
+
+
+def mishaps(trajectories, **_):
+    # by the sample of a group: raises, NaN, abstains, and three rewards
+    calls.append(len(trajectories))
+    if any(t.sample_index == 0 for t in trajectories):
+        raise KeyError("answer")
+    return [[None, math.nan, None, 0.1, 0.5, 0.9][t.sample_index] for t in trajectories]
+
+
+def sleeps(trajectories, **_):
+    if any(t.sample_index == 1 for t in trajectories):
+        time.sleep(3600)
+    return [float(t.sample_index) for t in trajectories]
+
+
+def short(trajectories, **_):
+    return [1.0]
+
+
+def late(completions, **_):
+    calls.append(1)
+    if len(calls) > 2:
+        raise KeyError("answer")
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.fixture
+def mishaps(tmp_path):
+    """mishaps(name, **fields of the reward) -> the reward of that name of a file of functions that break."""
+    (tmp_path / "mishaps.py").write_text(MISHAPS)
+    return lambda name, **fields: {"name": f"{tmp_path / 'mishaps.py'}:{name}"} | fields
+
+
+def test_a_reward_that_fails_on_some_rows_costs_those_rows_alone(values, tmp_path, mishaps):
+    rewards = [mishaps("mishaps"), {"name": "length", "options": {"target": 4}, "weight": 0.0}]
+    result = train(make_config(values(rewards=rewards, group_size=6, steps=3)))
+    name = rewards[0]["name"]
+    rollouts, events = (lines(tmp_path / "run" / f"{file}.jsonl") for file in ("rollouts", "events"))
+    for row in result.metrics:
+        # two groups: each time the samples 0 and 1 fail
+        assert (row["failed"], row[f"rewards/{name}/failed"], row["rewards/length/failed"]) == (4, 4, 0)
+        assert row[f"rewards/{name}/mean"] == pytest.approx(0.5)  # of 0.1, 0.5 and 0.9
+        assert (row["skipped"], row["nonfinite"]) == (0, 0)
+        assert row["grad_norm"] > 0
+    for step in (1, 2, 3):
+        raised, nan = (event for event in events if event["step"] == step)
+        groups = sorted({row["group"] for row in rollouts if row["step"] == step})
+        assert (raised["event"], raised["reward"], raised["rows"]) == ("reward", name, [[g, 0] for g in groups])
+        assert raised["reason"] == "raised KeyError: 'answer' (mishaps.py, line 12)"
+        assert (nan["event"], nan["reward"], nan["rows"]) == ("reward", name, [[g, 1] for g in groups])
+        assert "got nan" in nan["reason"]
+    for row in rollouts:
+        failed = row["sample"] in (0, 1)
+        assert (row["error"] is not None) == failed
+        assert (row["reward"] is None) == failed
+
+
+def test_a_reward_that_hangs_on_a_row_of_each_group_does_not_stop_the_run(values, tmp_path, mishaps):
+    result = train(make_config(values(rewards=[mishaps("sleeps", timeout=0.2)])))
+    assert [row["failed"] for row in result.metrics] == [2, 2]
+    assert {event["reason"] for event in lines(tmp_path / "run" / "events.jsonl")} == {"took longer than 0.2 s"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "last"),
+    [
+        ("short", r"must return a list of 6 rewards, got 1", 3),
+        ("late", r"raised KeyError: 'answer' \(mishaps\.py, line [0-9]+\)", 5),
+    ],
+)
+def test_a_reward_that_fails_on_every_row_of_three_steps_ends_the_run(values, tmp_path, mishaps, name, reason, last):
+    # beside one that never fails: the run would otherwise end as one without any reward
+    rewards = [{"name": "length", "options": {"target": 4}}, mishaps(name)]
+    with pytest.raises(RewardError, match=f":{name}' failed on every row in 3 steps in a row; it {reason}; mend it"):
+        train(make_config(values(rewards=rewards, steps=9)))
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row[f"rewards/{rewards[1]['name']}/failed"] for row in metrics] == [0] * (last - 3) + [6] * 3
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
+
+
+def test_a_run_that_a_reward_ended_goes_on_once_it_is_mended(values, tmp_path):
+    source = tmp_path / "mended.py"
+    source.write_text("def mine(completions):\n    return [1.0]\n")
+    config = make_config(values(rewards=[{"name": f"{source}:mine"}], steps=5))
+    for steps in (3, 4):
+        with pytest.raises(RewardError, match=f"failed on every row in {steps} steps in a row"):
+            train(config, resume=steps > 3)
+    sys.modules.pop(next(name for name in sys.modules if name.startswith("mlxrl_user_mended_")))
+    source.write_text("def mine(completions):\n    return [float(len(text)) for text in completions]\n")
+    (row,) = train(config, resume=True).metrics
+    assert (row["step"], row["failed"]) == (5, 0)
+
+
+def test_a_reward_that_scores_in_one_of_several_ways_says_in_which(values, tmp_path):
+    train(make_config(values(rewards=[{"name": "math", "options": {"comparison": "as-written"}}], steps=1)))
+    told, *_ = lines(tmp_path / "run" / "events.jsonl")
+    assert told == {"step": 0, "event": "scored_by", "reward": "math", "reason": "answers as they are written"}
+
+
+def test_failures_of_an_evaluation_are_told(values, project, tmp_path, mishaps):
+    data = {"path": str(project / "tasks.jsonl"), "eval_path": str(project / "tasks.jsonl")}
+    fields = values(data=data, rewards=[mishaps("mishaps")], group_size=6, steps=1, eval={"tasks": 3})
+    train(make_config(fields))
+    evaluations, events = (lines(tmp_path / "run" / f"{name}.jsonl") for name in ("evaluations", "events"))
+    assert [(row["failed"], row["reward"]) for row in evaluations] == [(3, 0.0)] * 2  # each is sample 0 of its task
+    told = [event for event in events if event.get("evaluation")]
+    assert [(event["step"], event["rows"]) for event in told] == [(step, [[0, 0], [1, 0], [2, 0]]) for step in (0, 1)]
 
 
 def test_a_prompt_that_the_chat_template_refuses_is_named_before_anything_is_drawn(values, tiny, tmp_path):

@@ -2,14 +2,16 @@
 
 # pyright: reportArgumentType=false
 
+import asyncio
 import math
+import threading
 from dataclasses import replace
 
 import pytest
 
 from mlxrl.algo import make_algorithm
 from mlxrl.env import Task
-from mlxrl.train import NamedReward, RewardError, make_batch, score_rewards
+from mlxrl.train import NamedReward, RewardFault, RewardLog, make_batch, score_rewards
 from mlxrl.train.metrics import rollout_metrics
 
 
@@ -97,30 +99,199 @@ def test_the_reward_that_is_logged_is_the_one_that_is_trained_on(policy, episode
     assert rollout_metrics(scored, rewards)["reward"] == pytest.approx(-0.25)
 
 
+NUMBERS = "must return numbers between -1e+09 and 1e+09 or None, got "
+
+
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "reason"),
     [
-        ([1.0], r"reward 'f' must return a list of 2 rewards, got 1\."),
-        ([1.0] * 3, r"reward 'f' must return a list of 2 rewards, got 3\."),
-        (1.0, r"reward 'f' must return a list of 2 rewards, got float\."),
-        (None, r"reward 'f' must return a list of 2 rewards, got NoneType\."),
-        ([1.0, math.nan], r"reward 'f' must return numbers between -1e\+09 and 1e\+09 or None, got nan in row 1\."),
-        ([math.inf, 0.0], r"reward 'f' must return numbers between -1e\+09 and 1e\+09 or None, got inf in row 0\."),
-        ([1.0, "1"], r"reward 'f' must return numbers between -1e\+09 and 1e\+09 or None, got '1' in row 1\."),
-        ("11", r"reward 'f' must return numbers between -1e\+09 and 1e\+09 or None, got '1' in row 0\."),
+        ([1.0], "must return a list of 2 rewards, got 1"),
+        ([1.0] * 3, "must return a list of 2 rewards, got 3"),
+        (1.0, "must return a list of 2 rewards, got float"),
+        (None, "must return a list of 2 rewards, got NoneType"),
+        ("11", "must return a list of 2 rewards, got str"),
+        ({0: 1.0, 1: 1.0}, "must return a list of 2 rewards, got dict"),
     ],
 )
-def test_a_function_that_breaks_its_contract_is_named(three, values, message):
-    with pytest.raises(RewardError, match=message):
-        score_rewards(three, [NamedReward("f", 1.0, Recorded(values))])
+def test_what_is_no_list_of_one_reward_a_row_fails_all_rows_as_one(three, values, reason):
+    function, log = Recorded(values), RewardLog()
+    scored = score_rewards(three, [NamedReward("f", 1.0, function), NamedReward("g", 1.0, Recorded([1.0, 1.0]))], log)
+    assert len(function.calls) == 1  # what it returns once it would return again
+    assert [t.error for t in scored] == [f"reward 'f' {reason}", "broke", f"reward 'f' {reason}"]
+    assert [(t.reward, dict(t.reward_parts)) for t in scored[::2]] == [(None, {})] * 2
+    assert log == RewardLog(2, [RewardFault("f", reason, ((0, 1), (1, 0)))])
+    assert (log.failed("f"), log.failed("g")) == (2, 0)
 
 
-def test_a_function_that_raises_is_named_with_what_it_raised(three):
-    def broken(**arguments):
-        raise KeyError("answer")
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (math.nan, NUMBERS + "nan"),
+        (math.inf, NUMBERS + "inf"),
+        (1e10, NUMBERS + "10000000000.0"),
+        (10**400, NUMBERS + "1" + "0" * 56 + "..."),
+        ("1", NUMBERS + "'1'"),
+        ([1.0], NUMBERS + "[1.0]"),
+        (1 + 0j, NUMBERS + "(1+0j)"),
+        (ValueError("no idea"), "failed: no idea"),
+    ],
+)
+def test_a_value_that_is_no_reward_fails_its_row_alone(three, value, reason):
+    function, log = Recorded([1.0, value]), RewardLog()
+    scored = score_rewards(three, [NamedReward("f", 1.0, function)], log)
+    assert len(function.calls) == 1
+    assert [(t.reward, t.failed) for t in scored[:2]] == [(1.0, False), (None, True)]
+    assert (scored[2].failed, scored[2].error) == (True, f"reward 'f' {reason}")
+    assert log.faults == [RewardFault("f", reason, ((1, 0),))]
 
-    with pytest.raises(RewardError, match=r"reward 'f' raised KeyError: 'answer'"):
-        score_rewards(three, [NamedReward("f", 1.0, broken)])
+
+class Leaving(BaseException):
+    """What no `except Exception` sees."""
+
+
+@pytest.mark.parametrize("timeout", [0.0, 30.0])
+@pytest.mark.parametrize("error", [KeyError("answer"), SystemExit(3), asyncio.CancelledError("x"), Leaving("x")])
+def test_a_row_that_makes_a_function_raise_is_found_by_asking_row_by_row(episode, error, timeout):
+    episodes, log, sizes = [episode(0, (n + 1,), seed=n) for n in range(4)], RewardLog(), []
+
+    def picky(completion_ids):
+        sizes.append(len(completion_ids))
+        if any(len(ids) == 3 for ids in completion_ids):
+            raise error
+        return [float(len(ids)) for ids in completion_ids]
+
+    scored = score_rewards(episodes, [NamedReward("picky", 1.0, picky, timeout)], log)
+    assert sizes == [4, 1, 1, 1, 1]
+    assert [t.reward for t in scored if not t.failed] == [1.0, 2.0, 4.0]
+    assert (scored[2].error or "").startswith(
+        f"reward 'picky' raised {type(error).__name__}: {error} (test_train_rewards.py, "
+    )
+    assert [fault.rows for fault in log.faults] == [((0, 2),)]
+    assert log.failed("picky") == 1
+
+
+def test_a_failed_row_is_out_of_the_baseline_of_its_group(policy, episode):
+    rewards = [NamedReward("f", 1.0, lambda trajectories: [[1.0, 3.0, math.nan][t.sample_index] for t in trajectories])]
+    scored = score_rewards([episode(0, (2,), seed=seed) for seed in range(3)], rewards)
+    table = [[t.reward_parts.get("f")] for t in scored]
+    centred = make_algorithm("grpo", advantage="centred")
+    batch = make_batch(policy, scored, centred, rewards=table, reward_weights=[1.0])
+    # the mean of 1 and 3 is 2
+    assert batch.advantages[:, 0].tolist() == [-1.0, 1.0, 0.0]
+    assert (batch.weights[2] == 0).all()
+
+
+def test_a_function_that_raises_with_many_rows_only_costs_no_row_but_is_told(episode):
+    log = RewardLog()
+
+    def small(completions):
+        if len(completions) > 1:
+            raise MemoryError("too many")
+        return [1.0]
+
+    scored = score_rewards([episode(0, (2,), seed=seed) for seed in range(2)], [NamedReward("f", 1.0, small)], log)
+    assert [t.reward for t in scored] == [1.0, 1.0]
+    (fault,) = log.faults
+    assert fault.rows == ()
+    assert fault.reason.startswith("raised MemoryError: too many (")
+    assert fault.reason.endswith(") with 2 rows at once, and was asked again for each row alone")
+
+
+def test_a_row_that_hangs_fails_and_its_thread_is_left_behind(episode):
+    episodes, log, release = [episode(0, (n + 1,), seed=n) for n in range(3)], RewardLog(), threading.Event()
+
+    def slow(completion_ids):
+        if any(len(ids) == 2 for ids in completion_ids):
+            release.wait()
+        return [1.0 for _ in completion_ids]
+
+    scored = score_rewards(episodes, [NamedReward("slow", 1.0, slow, timeout=0.2)], log)
+    left = [thread for thread in threading.enumerate() if thread.name == "mlxrl-reward"]
+    assert [t.error for t in scored] == [None, "reward 'slow' took longer than 0.2 s", None]
+    assert log.faults == [RewardFault("slow", "took longer than 0.2 s", ((0, 1),))]
+    assert len(left) == 2  # the call with all rows, and that with the row that hangs
+    assert all(thread.daemon for thread in left)
+    release.set()
+    for thread in left:
+        thread.join()
+
+
+def test_after_three_rows_that_hang_the_others_fail_unasked(episode):
+    release, asked = threading.Event(), []
+
+    def hung(trajectories):
+        asked.append([t.sample_index for t in trajectories])
+        release.wait()
+
+    log = RewardLog()
+    score_rewards([episode(0, (2,), seed=n) for n in range(6)], [NamedReward("f", 1.0, hung, timeout=0.05)], log)
+    release.set()
+    assert asked == [[0, 1, 2, 3, 4, 5], [0], [1], [2]]
+    assert [fault.rows for fault in log.faults] == [((0, 0), (0, 1), (0, 2)), ((0, 3), (0, 4), (0, 5))]
+    assert log.faults[1].reason == "was not asked for this row after 3 others took longer than their time"
+
+
+@pytest.mark.parametrize("timeout", [0.0, 30.0])
+def test_an_async_function_is_awaited_once_a_batch(episode, timeout):
+    calls, together = [], []
+
+    async def scored_by(trajectories):
+        calls.append(len(trajectories))
+        running = []
+
+        async def one(trajectory):
+            running.append(trajectory)
+            await asyncio.sleep(0)
+            together.append(len(running))
+            return float(trajectory.sample_index)
+
+        return await asyncio.gather(*(one(t) for t in trajectories))
+
+    scored = score_rewards([episode(0, (2,), seed=n) for n in range(3)], [NamedReward("f", 1.0, scored_by, timeout)])
+    assert [t.reward for t in scored] == [0.0, 1.0, 2.0]
+    assert (calls, together) == ([3], [3, 3, 3])
+
+
+def test_an_async_function_that_raises_fails_its_rows(three):
+    async def broken(trajectories):
+        raise OSError("no network")
+
+    log = RewardLog()
+    score_rewards(three, [NamedReward("f", 1.0, broken)], log)
+    (fault,) = log.faults
+    assert fault.reason.startswith("raised OSError: no network (test_train_rewards.py, line ")
+    assert fault.rows == ((0, 1), (1, 0))
+
+
+def test_ctrl_c_ends_the_run(three):
+    def interrupted(trajectories):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_rewards(three, [NamedReward("f", 1.0, interrupted, timeout=0.0)])
+
+
+def test_without_a_timeout_a_function_runs_in_the_callers_thread(three):
+    threads = []
+
+    def where(trajectories):
+        threads.append(threading.current_thread())
+        return [1.0 for _ in trajectories]
+
+    for timeout in (0.0, 30.0):
+        score_rewards(three, [NamedReward("f", 1.0, where, timeout)])
+    assert (threads[0] is threading.main_thread(), threads[1] is threading.main_thread()) == (True, False)
+
+
+def test_an_option_wins_over_a_column_of_its_name(episode):
+    from functools import partial
+
+    def named(completions, *, answer):
+        return [float(answer) for _ in completions]
+
+    row = replace(episode(0, (2,)), task=Task("a", {"answer": "1"}))
+    (scored,) = score_rewards([row], [NamedReward("f", 1.0, partial(named, answer=7))])
+    assert scored.reward == 7.0
 
 
 def test_true_and_false_count_as_one_and_zero(three):
@@ -141,9 +312,3 @@ def test_a_function_takes_by_name_what_it_needs_and_may_return_an_array(episode)
     scored = score_rewards(episodes, [NamedReward("lengths", 1.0, lengths)])
     assert [t.reward for t in scored] == [3.0, 5.0]
     assert seen["arguments"] == [t.completion_ids for t in episodes]
-
-
-def test_a_reward_beyond_all_bounds_is_refused_by_name(episode):
-    for value in (1e10, -1e300, float("inf"), 10**400):
-        with pytest.raises(RewardError, match="reward 'huge' "):
-            score_rewards([episode(0, (3,))], [NamedReward("huge", 1.0, lambda completions, value=value: [value])])

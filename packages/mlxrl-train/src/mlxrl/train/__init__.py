@@ -4,11 +4,12 @@ from mlxrl.train import _platform as _platform
 from mlxrl.train.batch import TrainBatch, batch_from_rollouts, batch_from_trajectories, make_batch
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_schema, config_toml, load_config, make_config, parse_override
-from mlxrl.train.errors import ConfigError, DynamicSamplingError, RunError, RunFolderError
+from mlxrl.train.errors import ConfigError, DynamicSamplingError, RewardError, RunError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
 from mlxrl.train.loop import Observer, TrainResult, resume, resumed_config, train
 from mlxrl.train.plan import Plan, config_field, fitted_overrides, make_plan
-from mlxrl.train.rewards import NamedReward, RewardError, score_rewards
+from mlxrl.train.reward_calls import NamedReward
+from mlxrl.train.rewards import RewardFault, RewardLog, score_rewards
 from mlxrl.train.session import Session, open_session
 from mlxrl.train.step import Step, train_step
 from mlxrl.train.tasks import Curriculum, make_curriculum
@@ -24,6 +25,8 @@ __all__ = [
     "Observer",
     "Plan",
     "RewardError",
+    "RewardFault",
+    "RewardLog",
     "RunError",
     "RunFolderError",
     "Session",

@@ -120,6 +120,11 @@ class RewardConfig(Section):
     """A built-in name, path/to/file.py:function, or package.module:function."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     """Factor of the function in the total reward."""
+    options: dict[str, Any] = {}
+    """Options of the function, for example {pattern = "[0-9]+"}; a function of your own gets them by keyword."""
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    """Seconds that a call may take, after which the rows that hang fail; 0 sets no bound, and the function then runs
+    in the main thread. By default 30, and no bound for math, code-tests and llm-judge, which bound each row."""
 
 
 class EvalConfig(Section):

@@ -101,7 +101,7 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
 
 def _tuples_for_lists(values: Mapping[str, Any]) -> dict[str, Any]:
     """TOML has lists only; the fields that are tuples take them as such. Free-form tables stay as they are."""
-    free_form = ("environment", "chat_template_kwargs")
+    free_form = ("environment", "chat_template_kwargs", "options")
     return {name: value if name in free_form else _as_tuple(value) for name, value in values.items()}
 
 
@@ -109,7 +109,7 @@ def _as_tuple(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_as_tuple(item) for item in value)
     if isinstance(value, Mapping):
-        return {name: _as_tuple(item) for name, item in value.items()}
+        return _tuples_for_lists(value)
     return value
 
 

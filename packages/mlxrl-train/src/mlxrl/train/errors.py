@@ -15,3 +15,7 @@ class RunFolderError(RunError):
 
 class DynamicSamplingError(RunError):
     """Step after step no group had anything to teach; the message says how many and what to change."""
+
+
+class RewardError(RunError):
+    """Step after step a reward function failed on every row; the message names it and what it did."""

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from mlxrl.env import EnvFactory
 from mlxrl.rollout import Engine, SamplingConfig, Trajectory, group_requests
 from mlxrl.train.metrics import mean
-from mlxrl.train.rewards import NamedReward, score_rewards
+from mlxrl.train.reward_calls import NamedReward
+from mlxrl.train.rewards import RewardLog, score_rewards
 
 
 class Evaluation(NamedTuple):
@@ -17,12 +18,14 @@ class Evaluation(NamedTuple):
         accuracy: share of the tasks with full reward, every reward function at 1.
         mean_length: mean number of sampled tokens.
         trajectories: what was played.
+        reward_log: what went wrong with their rewards.
     """
 
     reward: float
     accuracy: float
     mean_length: float
     trajectories: tuple[Trajectory, ...]
+    reward_log: RewardLog
 
 
 def evaluate(
@@ -45,7 +48,8 @@ def evaluate(
         sampling: how tokens are drawn, temperature 0 is greedy; None: as the engine draws.
     """
     requests = group_requests(tasks, env_factory, group_size=1, seed=seed, sampling=sampling)
-    trajectories = score_rewards(engine.rollout(requests), rewards)
+    log = RewardLog()
+    trajectories = score_rewards(engine.rollout(requests), rewards, log)
     full = sum(reward.weight for reward in rewards)
     earned = [0.0 if trajectory.reward is None else trajectory.reward for trajectory in trajectories]
     return Evaluation(
@@ -53,4 +57,5 @@ def evaluate(
         accuracy=mean([float(reward >= full - 1e-6) for reward in earned]),
         mean_length=mean([trajectory.num_sampled for trajectory in trajectories]),
         trajectories=tuple(trajectories),
+        reward_log=log,
     )

@@ -8,8 +8,9 @@ import numpy as np
 
 from mlxrl.rollout import Trajectory
 from mlxrl.train.config import TrainConfig
-from mlxrl.train.errors import DynamicSamplingError, RunError
+from mlxrl.train.errors import DynamicSamplingError, RewardError, RunError
 from mlxrl.train.metrics import Metrics
+from mlxrl.train.rewards import RewardLog
 from mlxrl.train.run_folder import RunState
 from mlxrl.train.step import Step
 
@@ -19,15 +20,21 @@ MAX_NONFINITE_STEPS = 5
 MAX_SKIPPED_STEPS = 10
 # Consecutive steps in which no trajectory had a reward, after which a run stops: environment or reward is broken.
 MAX_UNSCORED_STEPS = 3
+# Consecutive steps in which a reward function failed on every row, after which a run stops: it will not mend itself.
+MAX_FAILING_STEPS = 3
 
 
 def count_faults(state: RunState, step: Step) -> None:
-    """Count the steps in a row that were not finite, in which no group was kept, and in which nothing was scored."""
+    """Count the steps in a row that were not finite, that kept no group, that scored nothing, that a reward failed."""
     finite = _finite(step.metrics, step.groups.sampled)
     state.nonfinite_in_a_row = 0 if finite else state.nonfinite_in_a_row + 1
     state.uninformative_in_a_row = 0 if step.groups.kept else state.uninformative_in_a_row + 1
     scored = any(trajectory.reward is not None for trajectory in step.groups.sampled)
     state.unscored_in_a_row = 0 if scored else state.unscored_in_a_row + 1
+    log = step.groups.reward_log
+    if log.asked:  # a step whose every episode failed says nothing about its rewards
+        failing = {fault.reward for fault in log.faults if log.failed(fault.reward) == log.asked}
+        state.failing_rewards = {name: state.failing_rewards.get(name, 0) + 1 for name in sorted(failing)}
 
 
 def ending_fault(state: RunState, step: Step, config: TrainConfig) -> RunError | None:
@@ -37,6 +44,12 @@ def ending_fault(state: RunState, step: Step, config: TrainConfig) -> RunError |
             f"the policy or its gradient was not finite in {state.nonfinite_in_a_row} steps in a row; start a new run "
             "with a lower optimizer.learning_rate."
         )
+    for name, steps in state.failing_rewards.items():
+        if steps >= MAX_FAILING_STEPS:
+            reason = next(fault.reason for fault in step.groups.reward_log.faults if fault.reward == name)
+            return RewardError(
+                f"reward {name!r} failed on every row in {steps} steps in a row; it {reason}; mend it and resume."
+            )
     if state.unscored_in_a_row >= MAX_UNSCORED_STEPS:
         reasons = [trajectory.error for trajectory in step.groups.sampled if trajectory.error is not None]
         why = f"the first failed with: {reasons[0]}" if reasons else "every reward function abstained"
@@ -52,15 +65,24 @@ def ending_fault(state: RunState, step: Step, config: TrainConfig) -> RunError |
 def fault_events(step: Step) -> list[dict[str, Any]]:
     """Lines for events.jsonl: the trajectories that failed, and updates that were skipped."""
     number, metrics = int(step.metrics["step"]), step.metrics
-    events: list[dict[str, Any]] = [
-        {"step": number, "event": "failed", "group": t.group_id, "sample": t.sample_index, "reason": t.error}
-        for t in step.groups.sampled
-        if t.failed
-    ]
+    events = failure_events(number, step.groups.sampled, step.groups.reward_log)
     if metrics["skipped"]:
         skipped = {"updates": metrics["skipped"], "grad_norm": metrics["grad_norm"]}
         events.append({"step": number, "event": "skipped", **skipped})
     return events
+
+
+def failure_events(step: int, trajectories: Sequence[Trajectory], log: RewardLog) -> list[dict[str, Any]]:
+    """A line for each way in which a reward function failed, with its rows, and one for each other failed row."""
+    unrewarded = {row for fault in log.faults for row in fault.rows}
+    return [
+        {"step": step, "event": "reward", "reward": fault.reward, "reason": fault.reason, "rows": list(fault.rows)}
+        for fault in log.faults
+    ] + [
+        {"step": step, "event": "failed", "group": t.group_id, "sample": t.sample_index, "reason": t.error}
+        for t in trajectories
+        if t.failed and (t.group_id, t.sample_index) not in unrewarded
+    ]
 
 
 def _finite(metrics: Metrics, trajectories: Sequence[Trajectory]) -> bool:

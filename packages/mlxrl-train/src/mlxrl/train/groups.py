@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mlxrl.rollout import RolloutStats, Trajectory, group_requests
 from mlxrl.train.batch import trajectory_view
 from mlxrl.train.clock import Clock
-from mlxrl.train.rewards import charge_overlong, reward_table, score_rewards
+from mlxrl.train.rewards import RewardLog, charge_overlong, reward_table, score_rewards
 from mlxrl.train.session import Session
 
 # Draws of a step under dynamic sampling, where the config does not say.
@@ -22,12 +22,14 @@ class SampledGroups(NamedTuple):
         kept: those to train on; empty where a filter kept none.
         dropped: groups that the algorithm's filter left out.
         costs: what each draw's rollout cost.
+        reward_log: what went wrong with their rewards.
     """
 
     sampled: list[Trajectory]
     kept: list[Trajectory]
     dropped: int
     costs: list[RolloutStats]
+    reward_log: RewardLog
 
 
 def sample_groups(session: Session, step: int, clock: Clock) -> SampledGroups:
@@ -45,11 +47,12 @@ def sample_groups(session: Session, step: int, clock: Clock) -> SampledGroups:
     sampled: list[Trajectory] = []
     keep: list[bool] = []
     costs: list[RolloutStats] = []
+    log = RewardLog()
     for _ in range(config.algorithm.max_draws or MAX_DRAWS):
         missing = config.groups_per_step - _num_groups(list(compress(sampled, keep)))
         if missing == 0:
             break
-        drawn = _draw(session, step, missing, clock)
+        drawn = _draw(session, step, missing, clock, log)
         sampled += drawn
         costs.append(session.engine.stats)
         keep += _judge(session, drawn)
@@ -57,10 +60,11 @@ def sample_groups(session: Session, step: int, clock: Clock) -> SampledGroups:
         length = session.curriculum.max_turns * config.max_completion_len
         sampled = charge_overlong(sampled, max_length=length, buffer=config.algorithm.overlong_buffer)
     kept = list(compress(sampled, keep))
-    return SampledGroups(sampled, kept, dropped=_num_groups(sampled) - _num_groups(kept), costs=costs)
+    dropped = _num_groups(sampled) - _num_groups(kept)
+    return SampledGroups(sampled, kept, dropped=dropped, costs=costs, reward_log=log)
 
 
-def _draw(session: Session, step: int, count: int, clock: Clock) -> list[Trajectory]:
+def _draw(session: Session, step: int, count: int, clock: Clock, log: RewardLog) -> list[Trajectory]:
     with clock("rollout"):
         groups = session.loader.next(count)
         requests = group_requests(
@@ -73,7 +77,7 @@ def _draw(session: Session, step: int, count: int, clock: Clock) -> list[Traject
         )
         trajectories = session.engine.rollout(requests, policy_version=step)
     with clock("reward"):
-        return score_rewards(trajectories, session.curriculum.rewards)
+        return score_rewards(trajectories, session.curriculum.rewards, log)
 
 
 def _judge(session: Session, trajectories: list[Trajectory]) -> list[bool]:

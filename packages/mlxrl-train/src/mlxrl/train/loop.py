@@ -8,13 +8,12 @@ from typing import Any
 from mlxrl.rollout import Trajectory
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import load_config
-from mlxrl.train.errors import DynamicSamplingError, RunFolderError
+from mlxrl.train.errors import DynamicSamplingError, RewardError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
-from mlxrl.train.faults import count_faults, ending_fault, fault_events
+from mlxrl.train.faults import count_faults, ending_fault, failure_events, fault_events
 from mlxrl.train.files import read_lines
 from mlxrl.train.metrics import Metrics
 from mlxrl.train.records import save_batch, trajectory_record
-from mlxrl.train.rewards import RewardError
 from mlxrl.train.rollout_weights import choose_weights, watch_mismatch
 from mlxrl.train.run_folder import CHOICE, RunFolder, RunState, open_run
 from mlxrl.train.session import Session, open_session
@@ -73,7 +72,7 @@ def train(
         ConfigError: the config cannot be run.
         RunError: the run folder cannot be used, or too many steps in a row came to nothing (DynamicSamplingError where
             no group had anything to teach); the last checkpoint stays.
-        RewardError: a reward function broke its contract.
+        RewardError: a reward function failed on every row, step after step; a checkpoint is saved.
     """
     observer = observer or Observer()
     folder = open_run(config, resume=resume, force=force)
@@ -93,6 +92,9 @@ def train(
     if state.step == 0:
         folder.log(folder.events, *({"step": 0, "event": "inactive", "reason": why} for why in session.inactive))
         folder.log(folder.events, *({"step": 0, "event": "overlong", **out._asdict()} for out in session.left_out))
+        told = [(reward.name, getattr(reward.function, "scored_by", None)) for reward in session.rewards]
+        scored_by = [{"step": 0, "event": "scored_by", "reward": name, "reason": how} for name, how in told if how]
+        folder.log(folder.events, *scored_by)
     observer.on_start(session, folder.path, state.step)
 
     metrics: list[Metrics] = []
@@ -107,12 +109,7 @@ def train(
     if state.step not in {row["step"] for row in read_lines(folder.evaluations)}:  # a run may break off before it
         evaluate_if_due()
     while state.step < config.steps:
-        try:
-            step = train_step(session, state.step)
-        except RewardError:  # the policy is sound: what was learned so far is kept
-            if state.step > 0:
-                folder.save(state, config, session.model, session.optimizer, session.report, session.lora)
-            raise
+        step = train_step(session, state.step)
         state.step += 1
         state.position = session.loader.position
         count_faults(state, step)
@@ -123,7 +120,8 @@ def train(
         metrics.append(step.metrics)
         observer.on_step(step.metrics, step.groups.sampled)
         fault = ending_fault(state, step, config)
-        last = state.step == config.steps or isinstance(fault, DynamicSamplingError)  # its policy is sound
+        sound = isinstance(fault, DynamicSamplingError | RewardError)  # the policy that such a fault leaves behind
+        last = state.step == config.steps or sound
         if last and folder.batch_file is not None and step.batch is not None:
             save_batch(folder.batch_file, step.batch)
         if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
@@ -174,5 +172,8 @@ def _evaluate(session: Session, folder: RunFolder, step: int) -> Evaluation:
     )
     row = {"step": step, "tasks": len(curriculum.held_out), "temperature": session.config.eval.temperature}
     outcome = {"reward": evaluation.reward, "accuracy": evaluation.accuracy, "mean_length": evaluation.mean_length}
-    folder.log(folder.evaluations, row | outcome)
+    failed = {"failed": sum(trajectory.failed for trajectory in evaluation.trajectories)}
+    folder.log(folder.evaluations, row | outcome | failed)
+    failures = failure_events(step, evaluation.trajectories, evaluation.reward_log)
+    folder.log(folder.events, *(event | {"evaluation": True} for event in failures))
     return evaluation

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from mlxrl.algo import is_constant
 from mlxrl.rollout import RolloutStats, Trajectory
-from mlxrl.train.rewards import NamedReward
+from mlxrl.train.reward_calls import NamedReward
+from mlxrl.train.rewards import RewardLog
 
 Metrics = dict[str, float]
 
@@ -41,6 +42,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
         values = [value for t in trajectories if (value := t.reward_parts.get(reward.name)) is not None]
         metrics[f"rewards/{reward.name}/mean"] = mean(values)
     return metrics
+
+
+def failure_metrics(log: RewardLog, rewards: Sequence[NamedReward]) -> Metrics:
+    """rewards/NAME/failed: the trajectories of a step that each reward function failed on."""
+    return {f"rewards/{reward.name}/failed": float(log.failed(reward.name)) for reward in rewards}
 
 
 def cost_metrics(costs: Sequence[RolloutStats]) -> Metrics:

@@ -1,62 +1,89 @@
 """Score trajectories: the environment's own rewards and the configured functions, weighted."""
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from mlxrl.algo import soft_overlong_penalties
-from mlxrl.env import Task
 from mlxrl.rollout import Trajectory
+from mlxrl.train.reward_calls import NamedReward, ask
 
 ENVIRONMENT, OVERLONG = "environment", "overlong"
-# Beyond it, squares of rewards leave the range in which group statistics are exact.
-LARGEST_REWARD = 1e9
 
 
-@dataclass(frozen=True)
-class NamedReward:
-    """A reward function of a run; `function` None stands for the environment's own return."""
+class RewardFault(NamedTuple):
+    """What went wrong in one way with a reward function.
 
-    name: str
-    weight: float
-    function: Callable[..., list[float | None]] | None = None
+    Args:
+        reward: the function's name.
+        reason: what it did.
+        rows: group and sample of the trajectories that failed by it; none where asking again helped.
+    """
+
+    reward: str
+    reason: str
+    rows: tuple[tuple[int, int], ...]
 
 
-class RewardError(RuntimeError):
-    """A reward function that broke its contract; the message names the function and the row."""
+@dataclass
+class RewardLog:
+    """What went wrong with the rewards of a step.
+
+    Args:
+        asked: trajectories that the functions were asked for.
+        faults: what went wrong.
+    """
+
+    asked: int = 0
+    faults: list[RewardFault] = field(default_factory=list)
+
+    def failed(self, name: str) -> int:
+        """How many rows a function failed on."""
+        return sum(len(fault.rows) for fault in self.faults if fault.reward == name)
 
 
-def score_rewards(trajectories: Sequence[Trajectory], rewards: Sequence[NamedReward]) -> list[Trajectory]:
+def score_rewards(
+    trajectories: Sequence[Trajectory], rewards: Sequence[NamedReward], log: RewardLog | None = None
+) -> list[Trajectory]:
     """Give every trajectory its reward and its parts.
 
-    Each function is called once, with all trajectories that did not fail. A function that returns None for a row
-    leaves that row's weighted sum; a row for which all do has no reward and stays out of baseline and loss.
+    Each function is called once, with all trajectories that did not fail; where that raises or takes too long, once
+    more for each row alone. A function that returns None for a row leaves that row's weighted sum; a row for which all
+    do has no reward and stays out of baseline and loss. A row on which a function fails is a failed trajectory: its
+    `error` names the function and says why. It fails where the function raises, takes too long, or gives an exception
+    or what is no finite number for it; where the function returns no list of one value a row, every row does.
 
     Args:
         trajectories: the trajectories of a step.
         rewards: the functions and their weights.
+        log: is told what went wrong.
 
     Returns:
-        The trajectories with `reward` and `reward_parts` set.
-
-    Raises:
-        RewardError: a function raised, returned another number of rewards than rows, or something else than a finite
-            number or None.
+        The trajectories with `reward` and `reward_parts` set, or with `error` where a function failed.
     """
+    log = RewardLog() if log is None else log
     sound = [trajectory for trajectory in trajectories if not trajectory.failed]
-    parts: dict[int, dict[str, float | None]] = {id(trajectory): {} for trajectory in sound}
-    for reward in rewards:
-        values = _call(reward, sound) if sound else []
-        for trajectory, value in zip(sound, values, strict=True):
-            parts[id(trajectory)][reward.name] = value
+    log.asked += len(sound)
+    parts: list[dict[str, float | None]] = [{} for _ in sound]
+    errors: list[list[str]] = [[] for _ in sound]
+    for reward in rewards if sound else ():
+        answers = ask(reward, sound)
+        for row, value in enumerate(answers.values):
+            parts[row][reward.name] = value
+        rows: dict[str, list[tuple[int, int]]] = {} if answers.retried is None else {answers.retried: []}
+        for row, reason in answers.reasons.items():
+            errors[row].append(f"reward {reward.name!r} {reason}")
+            rows.setdefault(reason, []).append((sound[row].group_id, sound[row].sample_index))
+        log.faults += [RewardFault(reward.name, reason, tuple(failed)) for reason, failed in rows.items()]
     weights = {reward.name: reward.weight for reward in rewards}
-    return [
-        replace(t, reward=_total(parts[id(t)], weights), reward_parts=parts[id(t)]) if id(t) in parts else t
-        for t in trajectories
-    ]
+    scored = {
+        id(t): replace(t, error="; ".join(broken), reward=None, reward_parts={})
+        if broken
+        else replace(t, reward=_total(given, weights), reward_parts=given)
+        for t, given, broken in zip(sound, parts, errors, strict=True)
+    }
+    return [scored.get(id(trajectory), trajectory) for trajectory in trajectories]
 
 
 def reward_table(trajectories: Sequence[Trajectory], rewards: Sequence[NamedReward]) -> list[list[float | None]]:
@@ -78,52 +105,6 @@ def charge_overlong(trajectories: Sequence[Trajectory], *, max_length: int, buff
         t if t.reward is None else replace(t, reward=t.reward + p, reward_parts={**t.reward_parts, OVERLONG: p})
         for t, p in zip(trajectories, penalties, strict=True)
     ]
-
-
-def _call(reward: NamedReward, trajectories: Sequence[Trajectory]) -> list[float | None]:
-    if reward.function is None:
-        returns = [trajectory.environment_return for trajectory in trajectories]
-        return [_checked(reward.name, row, value) for row, value in enumerate(returns)]
-    tasks = [trajectory.task for trajectory in trajectories]
-    names = dict.fromkeys(name for task in tasks if isinstance(task, Task) for name in task.columns)
-    columns = {name: [task.columns.get(name) if isinstance(task, Task) else None for task in tasks] for name in names}
-    arguments = {
-        "prompts": [task.prompt if isinstance(task, Task) else task for task in tasks],
-        "completions": [trajectory.completion for trajectory in trajectories],
-        "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
-        "trajectories": list(trajectories),
-        **columns,
-    }
-    try:
-        values: Any = reward.function(**_accepted(reward.function, arguments))
-    except Exception as error:
-        raise RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}") from error
-    if hasattr(values, "tolist"):  # an array
-        values = values.tolist()
-    if not isinstance(values, Sequence) or len(values) != len(trajectories):
-        count = len(values) if isinstance(values, Sequence) else type(values).__name__
-        raise RewardError(f"reward {reward.name!r} must return a list of {len(trajectories)} rewards, got {count}.")
-    return [_checked(reward.name, row, value) for row, value in enumerate(values)]
-
-
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a function takes by name: all of them where it has **columns."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
-
-
-def _checked(name: str, row: int, value: Any) -> float | None:
-    if value is None:
-        return None
-    number: Any = value
-    if not isinstance(value, Real) or not -LARGEST_REWARD <= number <= LARGEST_REWARD:
-        raise RewardError(
-            f"reward {name!r} must return numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g} or None, "
-            f"got {value!r} in row {row}."
-        )
-    return float(number)
 
 
 def _total(parts: dict[str, float | None], weights: dict[str, float]) -> float | None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ class RunState:
         nonfinite_in_a_row: steps since the last whose policy and gradient were finite.
         uninformative_in_a_row: steps since the last in which a group was kept.
         unscored_in_a_row: steps since the last in which a trajectory had a reward.
+        failing_rewards: steps in a row in which a reward function failed on every row, by its name.
         rollout_weights: what rollouts sample from, where the config leaves it open and it has been chosen.
         mismatched: whether the last step's sampler was too far from the policy.
     """
@@ -45,6 +46,7 @@ class RunState:
     nonfinite_in_a_row: int = 0
     uninformative_in_a_row: int = 0
     unscored_in_a_row: int = 0
+    failing_rewards: dict[str, int] = field(default_factory=dict)
     rollout_weights: Literal["shared", "merged"] | None = None
     mismatched: bool = False
 

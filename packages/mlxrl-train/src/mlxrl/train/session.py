@@ -19,7 +19,8 @@ from mlxrl.train.inactive import inactive_fields
 from mlxrl.train.loader import TaskLoader
 from mlxrl.train.optimizers import make_optimizer
 from mlxrl.train.overlong import LeftOut, leave_out_overlong
-from mlxrl.train.rewards import OVERLONG, NamedReward
+from mlxrl.train.reward_calls import NamedReward
+from mlxrl.train.rewards import OVERLONG
 from mlxrl.train.tasks import Curriculum, make_curriculum
 
 

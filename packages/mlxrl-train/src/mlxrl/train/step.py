@@ -13,7 +13,7 @@ from mlxrl.train.batch import TrainBatch, make_batch
 from mlxrl.train.clock import Clock
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.groups import SampledGroups, sample_groups
-from mlxrl.train.metrics import Metrics, cost_metrics, mean_metrics, rollout_metrics
+from mlxrl.train.metrics import Metrics, cost_metrics, failure_metrics, mean_metrics, rollout_metrics
 from mlxrl.train.optimizers import learning_rate
 from mlxrl.train.rewards import reward_table
 from mlxrl.train.session import Session
@@ -50,6 +50,7 @@ def train_step(session: Session, step: int) -> Step:
     metrics = {
         "step": step + 1,
         **rollout_metrics(groups.sampled, session.rewards),
+        **failure_metrics(groups.reward_log, session.curriculum.rewards),
         "groups_dropped": float(groups.dropped),
         **mean_metrics(taken),
         "lr": learning_rate(config.optimizer, step, config.steps),

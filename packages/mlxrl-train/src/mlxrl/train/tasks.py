@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxrl.env import Environment, SingleTurnEnv, Suite, make_env, reward_function
+from mlxrl.env import Environment, SingleTurnEnv, Suite, Task, make_env, reward_function
 from mlxrl.rollout import derive_seed
-from mlxrl.train.config import TrainConfig
+from mlxrl.train.config import RewardConfig, TrainConfig
 from mlxrl.train.errors import ConfigError
-from mlxrl.train.rewards import ENVIRONMENT, NamedReward
+from mlxrl.train.reward_calls import NamedReward, needed_columns
+from mlxrl.train.rewards import ENVIRONMENT
 
 
 @dataclass(frozen=True)
@@ -95,21 +96,43 @@ def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> Environm
 
 
 def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[NamedReward, ...]:
-    wanted = [(reward.name, reward.weight) for reward in config.rewards] or list(suite.rewards or ())
-    names = [name for name, _ in wanted]
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(
-            f"rewards: {sorted(repeated)[0]!r} is named twice; name it once, with the sum of the weights."
-        )
+    wanted = config.rewards or [RewardConfig(name=name, weight=weight) for name, weight in suite.rewards or ()]
     rewards = [] if single_turn else [NamedReward(ENVIRONMENT, 1.0)]
-    for name, weight in wanted:
+    for place, reward in enumerate(wanted):
+        before = [other for other in wanted[:place] if other.name == reward.name]
+        if any(other.options == reward.options for other in before):
+            raise ConfigError(f"rewards: {reward.name!r} is named twice; name it once, with the sum of the weights.")
         try:
-            rewards.append(NamedReward(name, weight, reward_function(name)))
+            function = reward_function(reward.name, **reward.options)
+            needed = needed_columns(function)
         except Exception as error:  # likewise
             raise ConfigError(f"rewards: {_described(error)}") from error
+        _check_columns(config, reward.name, needed, suite)
+        timeout = reward.timeout
+        if timeout is None:
+            timeout = 0.0 if getattr(function, "bounded", False) else NamedReward.timeout
+        name = f"{reward.name}#{len(before) + 1}" if before else reward.name
+        rewards.append(NamedReward(name, reward.weight, function, timeout))
     if not rewards:
         raise ConfigError(f"env_name = {config.env_name!r} rewards nothing by itself; add [[rewards]] with a name.")
     return tuple(rewards)
+
+
+def _check_columns(config: TrainConfig, reward: str, needed: Sequence[str], suite: Suite) -> None:
+    """See that the tasks to train on, and those to evaluate on, have the columns that a reward needs."""
+    data = config.data
+    source = f"env_name = {config.env_name!r}" if data is None else f"data.path = {data.path!r}"
+    sources = [(source, suite.tasks("train"))]
+    if config.eval.tasks:
+        second = data is not None and data.eval_path
+        sources.append((f"data.eval_path = {second!r}" if second else source, suite.tasks("eval")))
+    for source, tasks in sources:
+        columns = {column for task in tasks if isinstance(task, Task) for column in task.columns}
+        if lacking := [column for column in needed if column not in columns]:
+            raise ConfigError(
+                f"rewards: {reward!r} needs the column {lacking[0]!r}, which no task of {source} has "
+                f"(columns: {', '.join(sorted(columns)) or 'none'}); name it in [data], or choose another reward."
+            )
 
 
 def _described(error: Exception) -> str:

@@ -1,0 +1,214 @@
+"""Calls of reward functions: against the clock, and so that what breaks costs the rows that break it and no others."""
+
+import asyncio
+import inspect
+import queue
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from mlxrl.env import Task
+from mlxrl.rollout import Trajectory
+
+# Beyond it, squares of rewards leave the range in which group statistics are exact.
+LARGEST_REWARD = 1e9
+# Rows that may hang when a batch is asked for row by row; those after them fail unasked, or a step might take hours.
+MAX_HUNG = 3
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward function of a run; `function` None stands for the environment's own return.
+
+    Args:
+        name: what it goes by.
+        weight: its factor in the total.
+        function: scores a batch, see `mlxrl.env.RewardFunction`.
+        timeout: seconds that a call may take; 0 sets no bound, and the function then runs in the caller's thread.
+    """
+
+    name: str
+    weight: float
+    function: Callable[..., Any] | None = None
+    timeout: float = 30.0
+
+
+@dataclass
+class Answers:
+    """What a function answered for its rows.
+
+    Args:
+        values: one for each row; None where it abstained or failed.
+        reasons: why it failed, by the number of the row.
+        raised: what ended the call, if it did not return.
+        retried: why the call with all rows at once failed, where every row alone did not.
+    """
+
+    values: list[float | None]
+    reasons: dict[int, str] = field(default_factory=dict)
+    raised: BaseException | None = None
+    retried: str | None = None
+
+
+class OverrunError(Exception):
+    """A call took longer than it was given; its thread is left behind."""
+
+
+def ask(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Answers:
+    """Have a function score rows, in one call; only where that raises or overruns is each row asked for alone.
+
+    Args:
+        reward: the function.
+        trajectories: at least one.
+    """
+    together = _ask_once(reward, trajectories)
+    if together.raised is None or len(trajectories) == 1:
+        return together
+    answers, hung = Answers([]), 0
+    for row, trajectory in enumerate(trajectories):
+        if hung < MAX_HUNG:
+            alone = _ask_once(reward, [trajectory])
+            hung += isinstance(alone.raised, OverrunError)
+        else:
+            alone = _failed(1, f"was not asked for this row after {hung} others took longer than their time")
+        answers.values += alone.values
+        if alone.reasons:
+            answers.reasons[row] = alone.reasons[0]
+    if not answers.reasons:
+        reason = f"{together.reasons[0]} with {len(trajectories)} rows at once"
+        answers.retried = f"{reason}, and was asked again for each row alone"
+    return answers
+
+
+def needed_columns(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The columns of the data that a function cannot do without: those that it names, or its own `columns` tells."""
+    columns: tuple[str, ...] | None = getattr(function, "columns", None)
+    if columns is not None:
+        return columns
+    parameters = inspect.signature(function).parameters.values()
+    given = ("prompts", "completions", "completion_ids", "trajectories")
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return tuple(p.name for p in by_name if p.default is p.empty and p.name not in given)
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Make a call in a thread of its own, which is left behind where it takes too long, for it cannot be stopped.
+
+    Args:
+        seconds: how long it may take; 0 makes the call in the caller's thread, without a bound.
+        call: what to do.
+
+    Raises:
+        OverrunError: the call took too long.
+    """
+    if not seconds:
+        return call()
+    outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            outcomes.put((call(), None))
+        except BaseException as error:  # handed to whoever waits
+            outcomes.put((None, error))
+
+    threading.Thread(target=work, name="mlxrl-reward", daemon=True).start()
+    try:
+        outcome, error = outcomes.get(timeout=seconds)
+    except queue.Empty:
+        raise OverrunError from None
+    if error is not None:
+        raise error
+    return outcome
+
+
+def _ask_once(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Answers:
+    function, count = reward.function, len(trajectories)
+    if function is None:
+        return _checked([trajectory.environment_return for trajectory in trajectories])
+    arguments = _arguments(trajectories)
+
+    def call() -> Any:
+        answer = function(**_accepted(function, arguments))
+        return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+
+    try:
+        values = within(reward.timeout, call)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's code may raise anything, SystemExit included
+        return _failed(count, _described(reward, error), error)
+    if hasattr(values, "tolist"):  # an array
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+        got = len(values) if isinstance(values, Sequence) and not isinstance(values, str) else type(values).__name__
+        return _failed(count, f"must return a list of {count} rewards, got {got}")
+    return _checked(values)
+
+
+def _arguments(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    tasks = [trajectory.task for trajectory in trajectories]
+    names = dict.fromkeys(name for task in tasks if isinstance(task, Task) for name in task.columns)
+    columns = {name: [task.columns.get(name) if isinstance(task, Task) else None for task in tasks] for name in names}
+    return {
+        "prompts": [task.prompt if isinstance(task, Task) else task for task in tasks],
+        "completions": [trajectory.completion for trajectory in trajectories],
+        "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
+        "trajectories": list(trajectories),
+        **columns,
+    }
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes by name, all of them where it has **columns; but none that is an option."""
+    options = function.keywords if isinstance(function, partial) else {}
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {
+        name: value for name, value in arguments.items() if name not in options and (takes_any or name in parameters)
+    }
+
+
+def _checked(values: Sequence[Any]) -> Answers:
+    answers = Answers([None] * len(values))
+    for row, value in enumerate(values):
+        if isinstance(value, Exception):
+            answers.reasons[row] = f"failed: {value}"
+        elif _is_reward(value):
+            answers.values[row] = float(value)
+        elif value is not None:
+            answers.reasons[row] = (
+                f"must return numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g} or None, got {_short(value)}"
+            )
+    return answers
+
+
+def _failed(count: int, reason: str, raised: BaseException | None = None) -> Answers:
+    return Answers([None] * count, dict.fromkeys(range(count), reason), raised)
+
+
+def _is_reward(value: Any) -> bool:
+    number: Any = value
+    return isinstance(value, Real) and bool(-LARGEST_REWARD <= number <= LARGEST_REWARD)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _described(reward: NamedReward, error: BaseException) -> str:
+    """What an error was, and the user's line that raised it."""
+    if isinstance(error, OverrunError):
+        return f"took longer than {reward.timeout:g} s"
+    text = " ".join(str(error).split())
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"raised {type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"
