@@ -193,14 +193,21 @@ def test_rows_of_a_prompt_stand_together_where_that_saves_tokens_and_by_length_w
     trajectories = [[part(np.full(1, row % 2), 30 if row < 4 else 3, row)] for row in range(8)]
     cuts = cut_micro_batches(trajectories, range(8), max_tokens=None, max_rows=4, share=True)
     assert [sorted(cut) for cut in cuts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    # prompts of 60 and of 10 tokens have micro-batches of their own, though no limit asks for it: 60 + 4 x 2 and
-    # 10 + 4 x 2 tokens; together, 12 of the one prompt and of the four short rows, then 50 of the four long ones
-    trajectories = [[part(np.full(60 if row < 4 else 10, row // 4), 3, row)] for row in range(8)]
+    # prompts of 600 and of 100 tokens have micro-batches of their own, though no limit asks for it: 600 + 4 x 2 and
+    # 100 + 4 x 2 tokens; together, 102 of the one prompt and of the four short rows, then 500 of the four long ones
+    trajectories = [[part(np.full(600 if row < 4 else 100, row // 4), 3, row)] for row in range(8)]
     cuts = cut_micro_batches(trajectories, range(8), max_tokens=None, max_rows=None, share=True)
     assert cuts == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    trajectories = [[part(np.full(22 if row < 4 else 20, row // 4), 12, row)] for row in range(8)]
-    cuts = cut_micro_batches(trajectories, range(8), max_tokens=None, max_rows=None, share=True)
-    assert cuts == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    # prompts of nearly one length do not, and neither do a few tokens
+    for first, second in ((120, 100), (60, 10)):
+        trajectories = [[part(np.full(first if row < 4 else second, row // 4), 3, row)] for row in range(8)]
+        cuts = cut_micro_batches(trajectories, range(8), max_tokens=None, max_rows=None, share=True)
+        assert cuts == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    # what has no trained token is not read
+    untrained = part(np.full(50, 1), 0)
+    assert cut_micro_batches(
+        [[untrained], [part([1], 3), untrained]], [0, 1], max_tokens=3, max_rows=1, share=True
+    ) == [[1, 0]]
     # a budget of tokens counts a prompt once: 20 + 4 x 3 tokens are read of the first prompt's rows
     trajectories = [[part(np.full(20, 0), 4, row)] for row in range(4)]
     assert len(cut_micro_batches(trajectories, range(4), max_tokens=32, max_rows=None, share=True)) == 1

@@ -52,7 +52,7 @@ def plan_reading(rows: Rows, *, share: bool = True) -> Reading:
     """The passes that read these rows with the fewest tokens.
 
     Args:
-        rows: token ids of each row, one at least.
+        rows: token ids of each row; one row at least, of one token at least.
         share: whether rows may share their beginnings; if not, every row is read whole, in one pass.
     """
     width = max(len(row) for row in rows)

@@ -15,6 +15,9 @@ from mlxrl.rollout import Role, Segment
 
 Segments = Sequence[Segment]
 
+# One more micro-batch costs about as much as so many more tokens: its passes are traced and launched all the same.
+MICRO_BATCH_TOKENS = 256
+
 
 def cut_micro_batches(
     trajectories: Sequence[Segments], rows: Sequence[int], *, max_tokens: int | None, max_rows: int | None, share: bool
@@ -22,24 +25,24 @@ def cut_micro_batches(
     """Split trajectories into micro-batches within a budget of padded tokens and of rows.
 
     They are sorted by length, or those of one prompt stand together, longest prompt first: whichever leaves the model
-    fewer tokens to read. Prompts share a micro-batch unless apart they save a fifth of its tokens. A trajectory is
-    never split, so a sequence-level loss sees all of it; one that alone exceeds the budget goes alone.
+    fewer tokens to read. Prompts share a micro-batch unless apart they save a fifth of its tokens and more than a
+    micro-batch costs. A trajectory is never split, so a sequence-level loss sees all of it; one that alone exceeds the
+    budget goes alone.
 
     Args:
         trajectories: the segments of every trajectory.
         rows: indices of the trajectories to run.
         max_tokens: padded tokens of a micro-batch, those that its rows share counted once; None is no limit.
-        max_rows: segments of a micro-batch; None is no limit.
+        max_rows: segments of a micro-batch that are read; None is no limit.
         share: whether the model reads what rows share once, see `mlxrl.policy.shares_prefixes`.
 
     Returns:
         Lists of indices; each index of `rows` once.
     """
-
-    read = {row: [_read(segment) for segment in trajectories[row]] for row in rows if trajectories[row]}
+    read = {row: _read(trajectories[row]) for row in rows if trajectories[row]}
 
     def width(row: int) -> int:
-        return max(len(part) for part in read[row])
+        return max((len(part) for part in read[row]), default=0)
 
     def prompt(row: int) -> tuple[int, bytes]:
         segment = trajectories[row][0]
@@ -47,7 +50,8 @@ def cut_micro_batches(
         return start, segment.token_ids[:start].tobytes()
 
     def tokens(cut: list[int]) -> int:
-        return plan_reading([part for row in cut for part in read[row]], share=share).tokens
+        parts = [part for row in cut for part in read[row]]
+        return plan_reading(parts, share=share).tokens if parts else 0
 
     def fits(cut: list[int]) -> bool:
         segments = sum(len(read[row]) for row in cut)
@@ -71,17 +75,17 @@ def cut_micro_batches(
         group = list(same)
         if by_prompt:
             together, apart = [*by_prompt[-1], *group], tokens(by_prompt[-1]) + tokens(group)
-            if apart > WORTHWHILE * tokens(together) and fits(together):
+            if apart + MICRO_BATCH_TOKENS > WORTHWHILE * tokens(together) and fits(together):
                 by_prompt[-1] = together
                 continue
         by_prompt += filled(group)
     return min(by_length, by_prompt, key=lambda cuts: sum(map(tokens, cuts)))
 
 
-def _read(segment: Segment) -> npt.NDArray[np.integer[Any]]:
-    """What the model reads to score a segment: all before its last trained token."""
-    trained = np.flatnonzero(segment.roles != Role.MASKED)
-    return segment.token_ids[: trained[-1] if trained.size else 0]
+def _read(segments: Segments) -> list[npt.NDArray[np.integer[Any]]]:
+    """What the model reads to score segments: of each that has a trained token all before its last."""
+    trained = [np.flatnonzero(segment.roles != Role.MASKED) for segment in segments]
+    return [segment.token_ids[: at[-1]] for segment, at in zip(segments, trained, strict=True) if at.size]
 
 
 def score_micro_batch(
