@@ -309,9 +309,10 @@ def test_data_that_cannot_be_rewarded_or_evaluated_is_refused_before_the_model(v
         "eval.tasks = 4, but env_name = 'jsonl' holds out no tasks; "
         "set eval.tasks = 0, or data.eval_path, data.eval_split or data.eval_fraction for data."
     )
+    path = str(project / "tasks.jsonl")
     assert refusal(rewards=[{"name": "code-tests"}]) == (
-        f"rewards: 'code-tests' needs the column 'tests', which no task of data.path = {str(project / 'tasks.jsonl')!r} "
-        "has (columns: answer, other, prompt); name it in [data], or choose another reward."
+        f"rewards: 'code-tests' needs the column 'tests', which no task of data.path = {path!r} has ("
+        "columns: answer, other, prompt); name it in [data], or choose another reward."
     )
     assert refusal(environment={"path": "other.jsonl"}) == (
         "environment.path = 'other.jsonl' is set by [data]; leave it out there."
