@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -127,12 +127,14 @@ class EnvDescription:
     Args:
         name: what it goes by.
         summary: the first line of its documentation; empty where there is none.
-        options: its options, each as "name=default", or as "name" where it must be given.
+        required: the options that must be given.
+        defaults: the other options, each with its default.
     """
 
     name: str
     summary: str
-    options: tuple[str, ...]
+    required: tuple[str, ...]
+    defaults: Mapping[str, object]
 
 
 def describe_env(name: str) -> EnvDescription:
@@ -147,9 +149,18 @@ def describe_env(name: str) -> EnvDescription:
     """
     builder = _builder(name)
     taker, given = (FactorySuite, ("name", "factory")) if _is_factory(builder) else (builder, ())
-    parameters = inspect.signature(taker).parameters.items()
-    options = (key if p.default is p.empty else f"{key}={p.default!r}" for key, p in parameters if key not in given)
-    return EnvDescription(name, (inspect.getdoc(builder) or "").partition("\n")[0], tuple(options))
+    options = {
+        key: p.default
+        for key, p in inspect.signature(taker).parameters.items()
+        if key not in given and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    required = tuple(key for key, default in options.items() if default is inspect.Parameter.empty)
+    return EnvDescription(
+        name=name,
+        summary=(inspect.getdoc(builder) or "").partition("\n")[0],
+        required=required,
+        defaults={key: default for key, default in options.items() if key not in required},
+    )
 
 
 def _builder(name: str) -> Callable[..., Any]:
