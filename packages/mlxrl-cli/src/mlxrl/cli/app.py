@@ -109,6 +109,25 @@ def init(
 
 
 @app.command()
+def envs(
+    name: Annotated[str | None, typer.Argument(help="Environment to play; without one, all are listed.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task to play: its id, or its number among those to train on.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the environment, and of --random.")] = 0,
+    at_random: Annotated[bool, typer.Option("--random", help="Draw the actions instead of asking for them.")] = False,
+    set_: Annotated[list[str], typer.Option("--set", help="OPTION=VALUE of the environment; may be repeated.")] = [],  # noqa: B006
+) -> None:
+    """List the environments, or play an episode of one: a name, or path/to/file.py:factory."""
+    from mlxrl.cli import envs
+
+    if name is None:
+        envs.run_list()
+    else:
+        envs.run_episode(name, set_, task=task, seed=seed, at_random=at_random)
+
+
+@app.command()
 def smoke(
     model: Model = None,
     architecture: Annotated[str | None, typer.Option(help="A tiny random model of this type instead.")] = None,
