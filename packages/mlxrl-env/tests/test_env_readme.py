@@ -1,9 +1,10 @@
 """The README's code blocks run as they are printed."""
 
+import asyncio
 import re
 from pathlib import Path
 
-from mlxrl.env import as_step_result, make_env, reward_function
+from mlxrl.env import as_step_result, make_env, reward_function, reward_names
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
 
@@ -27,3 +28,16 @@ def test_the_reward_of_the_readme_scores_a_batch(tmp_path):
     texts = ["It is 4.", "It is 5.", "After long thought I find that it is 4."]
     # short and right, wrong, right but 39 characters long
     assert score(["2+2?"] * 3, texts, None, None, answer=["4"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_the_async_reward_of_the_readme_scores_a_batch(tmp_path):
+    (tmp_path / "polite.py").write_text(BLOCKS[2])
+    score = reward_function(f"{tmp_path}/polite.py:politeness", limit=8)
+    right, long, nothing = asyncio.run(score(completions=["please", "yes, please", ""], answer=["x"] * 3))
+    # 6 characters, 11 characters, none
+    assert (right, long, str(nothing)) == (1.0, 0.0, "nothing to judge")
+
+
+def test_every_reward_is_in_the_readme():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert [name for name in reward_names() if f"`{name}`" not in readme] == []
