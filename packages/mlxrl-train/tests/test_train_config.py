@@ -382,7 +382,10 @@ def test_a_config_written_as_toml_reads_back_as_it_was(tmp_path):
                 "model_id": "m",
                 "env_name": "jsonl",
                 "data": {"path": "tasks.jsonl", "eval_fraction": 0.25, "columns": {"answer": "solution"}},
-                "rewards": [{"name": "exact_match"}, {"name": "my.py:f", "weight": -0.5}],
+                "rewards": [
+                    {"name": "exact_match", "timeout": 2.5},
+                    {"name": "my.py:f", "weight": -0.5, "options": {"texts": ["a", "b"], "deep": {"list": [1]}}},
+                ],
                 "environment": {"seed": 3},
                 "chat_template_kwargs": {"enable_thinking": False, "tags": ["a", "b"]},
                 "optimizer": {"betas": [0.9, 0.95], "schedule": "cosine", "end_learning_rate": 1e-6},

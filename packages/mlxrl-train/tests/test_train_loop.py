@@ -8,6 +8,7 @@ import math
 import random
 import shutil
 import sys
+import tomllib
 
 import mlx.core as mx
 import numpy as np
@@ -398,6 +399,41 @@ def test_a_reward_that_scores_in_one_of_several_ways_says_in_which(values, tmp_p
     train(make_config(values(rewards=[{"name": "math", "options": {"comparison": "as-written"}}], steps=1)))
     told, *_ = lines(tmp_path / "run" / "events.jsonl")
     assert told == {"step": 0, "event": "scored_by", "reward": "math", "reason": "answers as they are written"}
+
+
+def test_the_rewards_that_are_shipped_run_by_their_names_with_options_from_a_file(values, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "ab", "answer": "B", "tests": ["assert True"]}\n')
+    (tmp_path / "rewards.toml").write_text("""
+        [[rewards]]
+        name = "choice"
+        [[rewards]]
+        name = "contains"
+        options = {texts = ["a", "b"]}
+        [[rewards]]
+        name = "contains"
+        options = {ignore_case = true}
+        [[rewards]]
+        name = "json_schema"
+        options = {schema = {type = ["object", "array"], required = ["a"]}}
+        [[rewards]]
+        name = "code-tests"
+        options = {seconds = 60.0}
+        [[rewards]]
+        name = "length"
+        options = {target = 3}
+    """)
+    fields = values(data={"path": str(tmp_path / "tasks.jsonl")}, steps=1)
+    rewards = tomllib.loads((tmp_path / "rewards.toml").read_text())["rewards"]
+    (row,) = train(make_config(fields | {"rewards": rewards})).metrics
+    names = ["choice", "contains", "contains#2", "json_schema", "code-tests", "length"]
+    assert [row[f"rewards/{name}/failed"] for name in names] == [0] * 6
+    rollouts = lines(tmp_path / "run" / "rollouts.jsonl")
+    assert [list(each["rewards"]) for each in rollouts] == [names] * 6
+    for each in rollouts:
+        # sampled tokens have roles of 1
+        sampled = sum(role == 1 for role in each["segments"][0]["roles"])
+        assert each["rewards"]["length"] == pytest.approx(max(0.0, 1 - abs(sampled - 3) / 3))
+        assert each["reward"] == pytest.approx(sum(each["rewards"].values()))
 
 
 def test_failures_of_an_evaluation_are_told(values, project, tmp_path, mishaps):

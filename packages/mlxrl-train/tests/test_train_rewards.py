@@ -7,6 +7,8 @@ import math
 import threading
 from dataclasses import replace
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxrl.algo import make_algorithm
@@ -129,7 +131,7 @@ def test_what_is_no_list_of_one_reward_a_row_fails_all_rows_as_one(three, values
         (math.nan, NUMBERS + "nan"),
         (math.inf, NUMBERS + "inf"),
         (1e10, NUMBERS + "10000000000.0"),
-        (10**400, NUMBERS + "1" + "0" * 56 + "..."),
+        (10**400, NUMBERS + "1" + "0" * 296 + "..."),
         ("1", NUMBERS + "'1'"),
         ([1.0], NUMBERS + "[1.0]"),
         (1 + 0j, NUMBERS + "(1+0j)"),
@@ -299,9 +301,41 @@ def test_true_and_false_count_as_one_and_zero(three):
     assert [t.reward for t in scored] == [1.0, None, 0.0]
 
 
-def test_a_function_takes_by_name_what_it_needs_and_may_return_an_array(episode):
-    import numpy as np
+@pytest.mark.parametrize(
+    "values", [(1, 2.5), [np.float32(1), np.float64(2.5)], [mx.array(1), mx.array(2.5)], mx.array([1, 2.5])]
+)
+def test_numbers_may_be_of_any_kind(three, values):
+    scored = score_rewards(three, [NamedReward("f", 1.0, Recorded(values))])
+    assert [t.reward for t in scored] == [1.0, None, 2.5]
 
+
+def test_flags_of_numpy_count_as_one_and_zero(three):
+    scored = score_rewards(three, [NamedReward("f", 1.0, Recorded([np.True_, np.False_]))])
+    assert [t.reward for t in scored] == [1.0, None, 0.0]
+
+
+class UnspeakableError(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+def test_what_cannot_be_put_into_words_costs_its_row_all_the_same(three):
+    def broken(trajectories):
+        raise UnspeakableError
+
+    log = RewardLog()
+    huge = 10**5000  # Python spells no integer of so many digits
+    rewards = [NamedReward("f", 1.0, broken), NamedReward("g", 1.0, Recorded([UnspeakableError(), huge]))]
+    score_rewards(three, rewards, log)
+    rows = [(fault.reward, fault.rows) for fault in log.faults]
+    assert rows == [("f", ((0, 1), (1, 0))), ("g", ((0, 1),)), ("g", ((1, 0),))]
+    assert log.faults[2].reason == NUMBERS + "a int that cannot be shown"
+    assert log.faults[1].reason == "failed: a UnspeakableError that cannot be shown"
+
+
+def test_a_function_takes_by_name_what_it_needs_and_may_return_an_array(episode):
     seen = {}
 
     def lengths(completion_ids):

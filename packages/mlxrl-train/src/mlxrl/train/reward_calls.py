@@ -134,7 +134,7 @@ def _ask_once(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Answer
 
     def call() -> Any:
         answer = function(**_accepted(function, arguments))
-        return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+        return _plain(asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer)
 
     try:
         values = within(reward.timeout, call)
@@ -142,8 +142,6 @@ def _ask_once(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Answer
         raise
     except BaseException as error:  # a user's code may raise anything, SystemExit included
         return _failed(count, _described(reward, error), error)
-    if hasattr(values, "tolist"):  # an array
-        values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
         got = len(values) if isinstance(values, Sequence) and not isinstance(values, str) else type(values).__name__
         return _failed(count, f"must return a list of {count} rewards, got {got}")
@@ -161,6 +159,15 @@ def _arguments(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "trajectories": list(trajectories),
         **columns,
     }
+
+
+def _plain(answer: Any) -> Any:
+    """An answer with Python's numbers in place of arrays, whose values are computed here if they are lazy."""
+    if hasattr(answer, "tolist"):
+        return answer.tolist()
+    if isinstance(answer, list | tuple):
+        return [value.item() if getattr(value, "ndim", None) == 0 else value for value in answer]
+    return answer
 
 
 async def _awaited(answer: Awaitable[Any]) -> Any:
@@ -181,13 +188,12 @@ def _checked(values: Sequence[Any]) -> Answers:
     answers = Answers([None] * len(values))
     for row, value in enumerate(values):
         if isinstance(value, Exception):
-            answers.reasons[row] = f"failed: {value}"
+            answers.reasons[row] = f"failed: {_spelled(str, value)}"
         elif _is_reward(value):
             answers.values[row] = float(value)
         elif value is not None:
-            answers.reasons[row] = (
-                f"must return numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g} or None, got {_short(value)}"
-            )
+            bounds = f"between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
+            answers.reasons[row] = f"must return numbers {bounds} or None, got {_spelled(repr, value)}"
     return answers
 
 
@@ -200,15 +206,19 @@ def _is_reward(value: Any) -> bool:
     return isinstance(value, Real) and bool(-LARGEST_REWARD <= number <= LARGEST_REWARD)
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _spelled(spell: Callable[[Any], str], value: object) -> str:
+    """A value for a message, on one line and not too long; a user's object may refuse to be spelled."""
+    try:
+        text = " ".join(spell(value).split())
+    except Exception:
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _described(reward: NamedReward, error: BaseException) -> str:
     """What an error was, and the user's line that raised it."""
     if isinstance(error, OverrunError):
         return f"took longer than {reward.timeout:g} s"
-    text = " ".join(str(error).split())
+    text = _spelled(str, error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"
