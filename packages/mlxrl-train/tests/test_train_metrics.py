@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from mlxrl.algo import make_algorithm
+from mlxrl.env import StopReason
 from mlxrl.rollout import Role, RolloutStats
 from mlxrl.train import NamedReward, Objective, batch_gradient, make_batch
 from mlxrl.train.metrics import cost_metrics, mean_metrics, rollout_metrics
+from mlxrl.train.rewards import ENVIRONMENT
 
 
 def test_the_numbers_of_a_rollout_are_those_counted_by_hand(episode):
@@ -43,6 +45,28 @@ def test_the_numbers_of_a_rollout_are_those_counted_by_hand(episode):
             "rewards/g/mean": 3 / 2,  # of the two that did not abstain
         }
     )
+
+
+def test_success_is_an_end_by_the_environment_with_a_reward_for_the_last_turn(episode):
+    def ended(reason, *paid, invalid=()):
+        trajectory = episode(0, (2,) * len(paid), turn_rewards=paid)
+        turns = [replace(turn, info={"invalid_action": i in invalid}) for i, turn in enumerate(trajectory.turns)]
+        return replace(trajectory, stop_reason=reason, turns=tuple(turns))
+
+    trajectories = [
+        ended(StopReason.env_done, -0.6, -0.6, 1.0, invalid=(0, 1)),  # won, whatever the way there cost
+        ended(StopReason.env_done, 1.0, 0.0),  # over without a reward: a loss
+        ended(StopReason.max_turns, 0.0, 0.5),  # paid, and yet not at its end
+        ended(StopReason.context, 0.5),
+        ended(StopReason.stop, 1.0),  # the only turn there is
+        replace(ended(StopReason.env_done, 1.0), error="a reward function broke"),
+        episode(1, (3, 1), failed=True),  # its turns have no info at all
+    ]
+    metrics = rollout_metrics(trajectories, [NamedReward(ENVIRONMENT, 1.0)])
+    assert metrics["success_rate"] == pytest.approx(2 / 7)
+    assert metrics["invalid_action_rate"] == pytest.approx(2 / (3 + 2 + 2 + 1 + 1 + 1 + 2))
+    assert metrics["num_turns"] == pytest.approx(12 / 7)
+    assert metrics["failed"] == 2
 
 
 def test_rewards_that_are_equal_up_to_rounding_count_as_equal(episode):

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 from mlxrl.algo import is_constant
+from mlxrl.env import StopReason
 from mlxrl.rollout import RolloutStats, Trajectory
 from mlxrl.train.reward_calls import NamedReward
-from mlxrl.train.rewards import RewardLog
+from mlxrl.train.rewards import ENVIRONMENT, RewardLog
 
 Metrics = dict[str, float]
 
@@ -17,7 +18,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
     Returns:
         reward and reward_std over all trajectories with a reward, rewards/NAME/mean, frac_reward_zero_std (share of
         groups whose rewards are all equal), completions/mean_length and /min_length and /max_length (sampled tokens of
-        a trajectory), completions/clipped_ratio (share that a token limit ended), num_turns, failed, num_tokens.
+        a trajectory), completions/clipped_ratio (share that a token limit ended), num_turns, failed, num_tokens. Where
+        the environment rewards by itself also success_rate (share of trajectories that the environment ended, rather
+        than a limit of turns or tokens or a fault, with a positive reward for the last turn) and invalid_action_rate
+        (share of turns whose info says "invalid_action").
     """
     scored = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     lengths = [trajectory.num_sampled for trajectory in trajectories]
@@ -38,6 +42,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
         "failed": float(sum(trajectory.failed for trajectory in trajectories)),
         "num_tokens": float(sum(lengths)),
     }
+    if any(reward.name == ENVIRONMENT for reward in rewards):
+        invalid = [float(bool(turn.info.get("invalid_action"))) for t in trajectories for turn in t.turns]
+        metrics["success_rate"] = mean([float(_succeeded(trajectory)) for trajectory in trajectories])
+        metrics["invalid_action_rate"] = mean(invalid)
     for reward in rewards:
         values = [value for t in trajectories if (value := t.reward_parts.get(reward.name)) is not None]
         metrics[f"rewards/{reward.name}/mean"] = mean(values)
@@ -81,3 +89,8 @@ def standard_deviation(values: Sequence[float]) -> float:
     """The population standard deviation; 0 of nothing."""
     centre = mean(values)
     return math.sqrt(mean([(value - centre) ** 2 for value in values]))
+
+
+def _succeeded(trajectory: Trajectory) -> bool:
+    ended = not trajectory.failed and trajectory.stop_reason not in (StopReason.max_turns, StopReason.context)
+    return ended and trajectory.turns[-1].reward > 0
