@@ -1,7 +1,7 @@
 """Code against tests: right and wrong answers, and code that would take the machine down."""
 
 import os
-import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -134,18 +134,22 @@ def test_limits_cannot_be_lifted_again(passes):
     assert passes(f"{lift}except (OSError, ValueError):\n    lifted = False", "assert not lifted") == 1.0
 
 
+def children():
+    """The ids of this process's children."""
+    stats = {path.parent.name: path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()}
+    return {pid for pid, stat in stats.items() if int(stat.rpartition(")")[2].split()[1]) == os.getpid()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
 def test_no_process_is_left_behind():
-    marker = f"marker_{time.monotonic_ns()}"
-    CodeTestsReward(seconds=1.0)(["?"] * 2, [f"{marker} = 1\nwhile True: pass"] * 2, tests=["pass"] * 2)
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    if children.exists():
-        left = children.read_text().split()
-    else:
-        left = subprocess.run(
-            ["pgrep", "-P", str(os.getpid()), "-f", "code_runner"], capture_output=True
-        ).stdout.split()
-    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in left if Path(f"/proc/{pid}").exists()]
-    assert [command for command in commands if "code_runner" in command] == []
+    before = children()
+    threading.Thread(
+        target=CodeTestsReward(seconds=1.0), args=(["?"], ["while True: pass"]), kwargs={"tests": ["1"]}
+    ).start()
+    while not children() - before:
+        time.sleep(0.01)
+    while children() - before:
+        time.sleep(0.01)
 
 
 def test_options_out_of_range_are_refused():

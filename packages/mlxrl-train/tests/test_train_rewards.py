@@ -309,6 +309,13 @@ def test_numbers_may_be_of_any_kind(three, values):
     assert [t.reward for t in scored] == [1.0, None, 2.5]
 
 
+def test_a_function_may_compute_with_mlx_in_its_thread(three):
+    weights = mx.array([1.0, 2.0])
+    mx.eval(weights)
+    rewards = [NamedReward("f", 1.0, lambda completion_ids: weights * mx.array([len(ids) for ids in completion_ids]))]
+    assert [t.reward for t in score_rewards(three, rewards)] == [2.0, None, 6.0]
+
+
 def test_flags_of_numpy_count_as_one_and_zero(three):
     scored = score_rewards(three, [NamedReward("f", 1.0, Recorded([np.True_, np.False_]))])
     assert [t.reward for t in scored] == [1.0, None, 0.0]
