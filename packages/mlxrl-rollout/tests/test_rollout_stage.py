@@ -6,13 +6,14 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from mlxrl.env import StopReason
 from mlxrl.policy.testing import make_tiny_model
 from mlxrl.rollout import Engine, SamplingConfig, group_requests
-from mlxrl.rollout.stage import NUM_THREADS
+from mlxrl.rollout.stage import NUM_THREADS, OverrunError, Stage, Ticket
 
 from .comparing import assert_same, engine_of
 from .environments import Conversation
@@ -247,3 +248,36 @@ def test_delays_do_not_change_what_rows_say_where_they_are_not(lend, undisturbed
         deterministic=False,
     )
     assert_same(trajectories, undisturbed, 1e-5)
+
+
+def test_the_first_word_about_a_call_counts():
+    go = threading.Event()
+    late = Ticket(go.wait)
+    thread = threading.Thread(target=late.run)
+    thread.start()
+    assert late.overrun()
+    go.set()
+    thread.join(20)
+    with pytest.raises(OverrunError):
+        late.result()
+    answered = Ticket(lambda: 3)
+    assert answered.run()
+    assert not answered.overrun()
+    assert answered.result() == 3
+
+
+def test_a_thread_that_was_given_up_takes_no_more_calls():
+    stage, go, used = Stage(0.05, 1), threading.Event(), []
+
+    def call(wait):
+        used.append(threading.current_thread())
+        return wait and go.wait()
+
+    calls = [stage.submit(0, partial(call, wait)) for wait in (True, False)]
+    for ticket in calls:
+        stage.await_answer(ticket)
+    go.set()
+    used[0].join(20)
+    assert not used[0].is_alive()
+    assert used[1] is not used[0]
+    stage.close()
