@@ -217,13 +217,13 @@ def test_every_token_is_read_behind_its_own_beginning_and_no_plan_is_dearer_than
     width = max(len(row) for row in rows)
     assert reading.tokens <= len(rows) * width
     assert reading.width == width
-    # a row's head begins as the row does, up to the depth or to where the row ends
-    for row, head in zip(rows, reading.head_of, strict=True):
+    # a row's stem begins as the row does, up to the depth or to where the row ends
+    for row, stem in zip(rows, reading.stem_of, strict=True):
         length = min(len(row), reading.depth)
-        np.testing.assert_array_equal(rows[reading.heads[head]][:length], row[:length])
-    # what is longer goes on, in the order of the heads
+        np.testing.assert_array_equal(rows[reading.stems[stem]][:length], row[:length])
+    # what is longer goes on, in the order of the stems
     assert sorted(reading.tails) == [i for i, row in enumerate(rows) if len(row) > reading.depth]
-    assert [reading.head_of[i] for i in reading.tails] == sorted(reading.head_of[i] for i in reading.tails)
+    assert [reading.stem_of[i] for i in reading.tails] == sorted(reading.stem_of[i] for i in reading.tails)
     # and no other depth would have done with fewer tokens, unless so few are saved that one pass is better
     fewest = min(
         len({tuple(row[:depth]) if len(row) >= depth else i for i, row in enumerate(rows)}) * depth
@@ -236,5 +236,5 @@ def test_every_token_is_read_behind_its_own_beginning_and_no_plan_is_dearer_than
 def test_rows_that_may_not_share_are_read_whole():
     rows = [np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])]
     reading = plan_reading(rows, share=False)
-    assert (reading.depth, reading.heads, reading.tails, reading.tokens) == (4, [0, 1], [], 8)
+    assert (reading.depth, reading.stems, reading.tails, reading.tokens) == (4, [0, 1], [], 8)
     assert plan_reading(rows).tokens == 3 + 2

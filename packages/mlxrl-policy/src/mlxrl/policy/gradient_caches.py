@@ -117,4 +117,4 @@ def _of_kind(cache: Any) -> Any:
         return None if None in made else SeveralCaches(*made)
     if isinstance(cache, ArraysCache):
         return States(len(cache.cache))
-    return KeysAndValues() if isinstance(cache, (KVCache, RotatingKVCache)) else None
+    return KeysAndValues() if isinstance(cache, (KVCache, RotatingKVCache, ConcatenateKVCache)) else None

@@ -1,6 +1,6 @@
 """Rows that begin alike: the trunk reads what they share once, and each row goes on from there.
 
-A batch is read in at most two passes. The first reads `depth` tokens of every *head*, a distinct beginning; the second
+A batch is read in at most two passes. The first reads `depth` tokens of every *stem*, a distinct beginning; the second
 the rest of every *tail*, a row that is longer, from caches that a gradient flows through. One depth for all rows keeps
 the passes few and large; it is the one that leaves the trunk the fewest tokens, padding included.
 """
@@ -31,21 +31,21 @@ class Reading(NamedTuple):
     Args:
         depth: tokens of the first pass.
         width: tokens of the longest row.
-        heads: per distinct beginning, a row that has it.
-        head_of: per row, its place in `heads`.
-        tails: rows longer than `depth`, ordered by their heads.
+        stems: per distinct beginning, a row that has it.
+        stem_of: per row, its place in `stems`.
+        tails: rows longer than `depth`, ordered by their stems.
     """
 
     depth: int
     width: int
-    heads: list[int]
-    head_of: list[int]
+    stems: list[int]
+    stem_of: list[int]
     tails: list[int]
 
     @property
     def tokens(self) -> int:
         """Tokens the trunk runs, padding included."""
-        return len(self.heads) * self.depth + len(self.tails) * (self.width - self.depth)
+        return len(self.stems) * self.depth + len(self.tails) * (self.width - self.depth)
 
 
 def plan_reading(rows: Rows, *, share: bool = True) -> Reading:
@@ -64,18 +64,18 @@ def plan_reading(rows: Rows, *, share: bool = True) -> Reading:
     lengths = np.array([len(row) for row in rows])
     depths_K = np.unique(np.concatenate([common, lengths]))  # between these the count of tokens is linear
     depths_K = depths_K[depths_K > 0]
-    heads_K = 1 + (common < depths_K[:, None]).sum(axis=1)
+    stems_K = 1 + (common < depths_K[:, None]).sum(axis=1)
     tails_K = (lengths > depths_K[:, None]).sum(axis=1)
-    tokens_K = heads_K * depths_K + tails_K * (width - depths_K)
+    tokens_K = stems_K * depths_K + tails_K * (width - depths_K)
     best = int(tokens_K.argmin())
     if tokens_K[best] > WORTHWHILE * plain.tokens:
         return plain
     depth = int(depths_K[best])
-    new_head = np.concatenate([[True], common < depth])
-    head_of = np.empty(len(rows), dtype=int)
-    head_of[order] = np.cumsum(new_head) - 1
-    heads = [row for row, new in zip(order, new_head, strict=True) if new]
-    return Reading(depth, width, heads, head_of.tolist(), [row for row in order if lengths[row] > depth])
+    new_stem = np.concatenate([[True], common < depth])
+    stem_of = np.empty(len(rows), dtype=int)
+    stem_of[order] = np.cumsum(new_stem) - 1
+    stems = [row for row, new in zip(order, new_stem, strict=True) if new]
+    return Reading(depth, width, stems, stem_of.tolist(), [row for row in order if lengths[row] > depth])
 
 
 def read(model: nn.Module, trunk: Trunk, rows: Rows, reading: Reading) -> tuple[mx.array, npt.NDArray[np.integer[Any]]]:
@@ -94,19 +94,19 @@ def read(model: nn.Module, trunk: Trunk, rows: Rows, reading: Reading) -> tuple[
     padded = np.zeros((len(rows), width), dtype=np.int32)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
-    heads_N_P = mx.array(padded[reading.heads, :depth])
-    places_R_W = np.array(reading.head_of)[:, None] * depth + np.arange(width)
+    stems_N_P = mx.array(padded[reading.stems, :depth])
+    places_R_W = np.array(reading.stem_of)[:, None] * depth + np.arange(width)
     with differentiable_gated_delta():
         if not reading.tails:
-            return trunk(heads_N_P).flatten(0, 1), places_R_W
+            return trunk(stems_N_P).flatten(0, 1), places_R_W
         caches: Any = gradient_caches(model)
-        heads_H_D = trunk(heads_N_P, cache=caches).flatten(0, 1)
-        tails_of_N = np.bincount([reading.head_of[row] for row in reading.tails], minlength=len(reading.heads))
+        stems_H_D = trunk(stems_N_P, cache=caches).flatten(0, 1)
+        tails_of_N = np.bincount([reading.stem_of[row] for row in reading.tails], minlength=len(reading.stems))
         forks = [spread(cache, tails_of_N.tolist()) for cache in caches]
         tails_H_D = trunk(mx.array(padded[reading.tails, depth:]), cache=forks).flatten(0, 1)
-    behind = np.arange(len(reading.tails) * (width - depth)) + heads_H_D.shape[0]
+    behind = np.arange(len(reading.tails) * (width - depth)) + stems_H_D.shape[0]
     places_R_W[reading.tails, depth:] = behind.reshape(-1, width - depth)
-    return mx.concatenate([heads_H_D, tails_H_D]), places_R_W
+    return mx.concatenate([stems_H_D, tails_H_D]), places_R_W
 
 
 def shares_prefixes(model: nn.Module) -> bool:
