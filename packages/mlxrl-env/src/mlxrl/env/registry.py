@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mlxrl.env.adapters import LIBRARIES, library_builder
 from mlxrl.env.alphabet_sort import alphabet_sort_suite
 from mlxrl.env.arithmetic import ArithmeticSuite
 from mlxrl.env.builders import checked_options
@@ -98,9 +99,9 @@ def make_env(name: str, **options: Any) -> Suite:
     """The suite that a name stands for.
 
     Args:
-        name: one of `env_names()`, or a user's own "path/to/file.py:object" or "package.module:object", where the
-            object is a suite builder or an EnvFactory. An EnvFactory gets whole numbers as tasks (options `tasks`
-            and `eval_tasks`).
+        name: one of `env_names()`, an environment of another library, "gymnasium:FrozenLake-v1", or a user's own
+            "path/to/file.py:object" or "package.module:object", where the object is a suite builder or an EnvFactory.
+            An EnvFactory gets whole numbers as tasks (options `tasks` and `eval_tasks`).
         options: the suite's own options.
 
     Raises:
@@ -164,12 +165,15 @@ def describe_env(name: str) -> EnvDescription:
 
 
 def _builder(name: str) -> Callable[..., Any]:
+    if (adapted := library_builder(name)) is not None:
+        return adapted
     if is_reference(name):
         builder = load_object(name)
     elif _spelled(name) in _BUILDERS:
         builder = _BUILDERS[_spelled(name)]
     else:
-        raise unknown("environment", name, _BUILDERS, ", or your own path/to/file.py:factory")
+        libraries = ", ".join(f"{library}:NAME" for library in LIBRARIES)
+        raise unknown("environment", name, _BUILDERS, f", {libraries}, or your own path/to/file.py:factory")
     if not callable(builder):
         raise TypeError(f"environment {name!r} must be a function or a class, got {type(builder).__name__}")
     return cast(Callable[..., Any], builder)
