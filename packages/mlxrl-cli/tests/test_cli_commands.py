@@ -226,6 +226,32 @@ def test_an_example_trains_a_tiny_model_of_its_architecture(name, architecture, 
     assert (tmp_path / "run/adapters/adapters.safetensors").is_file()
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3_0_6b_gigpo_recurring", ["--model", "embedded"]),  # as it is, all its five steps
+        ("key_door", ["--steps", 2, "--group-size", 4]),
+        ("frozen_lake_echo", ["--steps", 4]),
+    ],
+)
+def test_an_example_of_several_turns_trains_the_embedded_model(name, options, tmp_path):
+    cli("init", "example.toml", "--example", name, folder=tmp_path)
+    cli("train", "--config", "example.toml", "--output", "run", *options, folder=tmp_path)
+    steps = rows(tmp_path / "run/metrics.jsonl")
+    assert len(steps) == load_config(tmp_path / "run/config.toml").steps
+    for step in steps:
+        assert step["num_turns"] > 1
+        assert step["failed"] == 0
+        assert 0 <= step["success_rate"] < 1
+        assert 0 < step["invalid_action_rate"] <= 1
+        assert step["anchor_group_size"] > 1
+        assert 0 < step["anchor_share"] <= 1
+    losses = [step["loss_echo"] for step in steps if "loss_echo" in step]
+    assert bool(losses) == (name == "frozen_lake_echo")
+    # nats per token; each step plays other lakes, which differ by far less than three updates gain
+    assert not losses or losses[-1] < losses[0] - 0.5
+
+
 def test_init_without_an_example_writes_a_config_that_loads_as_it_is(tmp_path):
     cli("init", "new.toml", folder=tmp_path)
     config = load_config(tmp_path / "new.toml")
