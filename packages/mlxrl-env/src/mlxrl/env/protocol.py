@@ -26,7 +26,7 @@ class StopReason(StrEnum):
     max_turns = "max_turns"
     """The last allowed turn was played, or the environment reported truncated, without the environment being done."""
     context = "context"
-    """The prompt is longer than it may be: the trajectory failed and is not trained on."""
+    """The context is full: truncated; where already the prompt is longer than it may be, the trajectory failed."""
     env_done = "env_done"
     """The environment reported that the episode is over."""
     env_error = "env_error"

@@ -130,6 +130,7 @@ class Play:
         self._batch = DecodeBatch(model)
         self._unread: deque[Draws] = deque()
         self._waiting: deque[Row] = deque()
+        self._is_full = False  # those who wait do not fit before a row has ended
         self._parked: list[_Parked] = []
         self._last_words: list[tuple[Episode, Ticket]] = []
         self._readers: Counter[tuple[int, ...]] = Counter()
@@ -202,7 +203,7 @@ class Play:
         for row, token, logprob in zip(draws.rows, tokens, logprobs, strict=True):
             if row.ended or not row.episode.push(token, logprob):
                 continue
-            row.ended = True
+            row.ended, self._is_full = True, False
             row.episode.end_action()
             ticket = self._consult(row.episode)
             if row.episode.on_last_turn:
@@ -229,13 +230,14 @@ class Play:
             return bool(self._waiting or self._parked)
         due = len(self._due())
         free = self.room.width - num_live - (len(self._parked) - due)
-        joining, leaving = min(free, due + len(self._waiting)), num_rows - num_live
+        joining, leaving = min(free, due + (0 if self._is_full else len(self._waiting))), num_rows - num_live
         share = self.room.regroup_share
         return joining >= max(1, share * num_rows) or leaving >= max(1, 2 * share * num_rows)
 
     def _due(self) -> list[_Parked]:
         """The parked rows whose answer is taken at the next regrouping, and waited for if need be."""
         if not self.deterministic:
+            self._stage.patrol()
             return [parked for parked in self._parked if parked.ticket.answered]
         if self._num_live == 0:
             return self._parked
@@ -252,6 +254,7 @@ class Play:
         joining = [*(seat.row for seat in returning), *self._waiting][:free]
         fitting = self._how_many_fit(staying, joining)
         self._queue([Row(seat.row.episode) for seat in returning[fitting:]], ahead=True)  # to be read again
+        self._is_full = fitting < len(joining)
         returning = returning[:fitting]
         new = [self._waiting.popleft() for _ in range(fitting - len(returning))]
         draws = self._batch.regroup(keep, [*self._read_on(returning), *self._read_prompts(new)])

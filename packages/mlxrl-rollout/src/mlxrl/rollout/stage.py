@@ -78,7 +78,9 @@ class Stage:
 
     def __init__(self, timeout: float | None, num_owners: int):
         self.timeout = timeout
-        self._threads = [] if timeout is None else [_Thread() for _ in range(min(num_owners, NUM_THREADS))]
+        self._bell = threading.Event()
+        num_threads = 0 if timeout is None else min(num_owners, NUM_THREADS)
+        self._threads = [_Thread(self._bell) for _ in range(num_threads)]
 
     def submit(self, owner: int, call: Callable[[], Any]) -> Ticket:
         """Have a call made, after the earlier ones of its owner."""
@@ -97,7 +99,8 @@ class Stage:
     def wait_for_any(self, tickets: Sequence[Ticket]) -> None:
         """Wait until one of the calls has been answered."""
         while not any(ticket.answered for ticket in tickets):
-            tickets[0].wait(PATROL)
+            self._bell.wait(PATROL)
+            self._bell.clear()
             self.patrol()
 
     def patrol(self) -> None:
@@ -116,14 +119,15 @@ class Stage:
 
 
 class _Thread:
-    def __init__(self) -> None:
+    def __init__(self, bell: threading.Event) -> None:
+        self._bell = bell
         self.tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self.current: Ticket | None = None
         threading.Thread(target=self._work, name="mlxrl-environment", daemon=True).start()
 
     def relieved(self) -> "_Thread":
         """Another thread with the tickets that wait here; this one takes no more of them."""
-        other = _Thread()
+        other = _Thread(self._bell)
         while True:
             try:
                 other.tickets.put(self.tickets.get_nowait())
@@ -133,5 +137,7 @@ class _Thread:
     def _work(self) -> None:
         while (ticket := self.tickets.get()) is not None:
             self.current = ticket
-            if not ticket.run():
+            in_time = ticket.run()
+            self._bell.set()
+            if not in_time:
                 return
