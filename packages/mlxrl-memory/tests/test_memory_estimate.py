@@ -225,10 +225,23 @@ def test_the_adapter_of_a_reference_is_one_more_copy():
     assert kept.adapters - plain.adapters == 4 * SMALL.lora_parameters(16)
 
 
-def test_the_head_holds_one_chunk_of_positions():
-    # 2**26 logits are 441 positions of 151,936; three float32 copies
-    assert estimate(SMALL, RUN).head == 3 * 4 * 151_936 * 441
-    assert estimate(SMALL, replace(RUN, score_chunk=10)).head == 3 * 4 * 151_936 * 10
+def test_the_head_holds_the_chunks_in_flight():
+    # 2**25 logits are 220 positions of 151,936; of 2.3 chunks 6.5 float32 arrays
+    assert estimate(SMALL, RUN).head == 26 * 151_936 * 506
+    assert estimate(SMALL, replace(RUN, score_chunk=10)).head == 26 * 151_936 * 23
+    # a single row of 300 tokens has no more positions than these
+    assert estimate(SMALL, replace(RUN, micro_batch_size=1, max_context=300)).head == 26 * 151_936 * 300
+
+
+# Bytes of a chunk's logits in float32, 32,000 a position: mx.get_peak_memory of score(with_gradient=True) and the
+# gradient of a tiny Qwen3, its slope from chunks of 100 positions to 200, one row, MLX 0.32, CPU
+MEASURED_HEAD = [(1, 6.42), (2, 11.99), (4, 14.36)]
+
+
+@pytest.mark.parametrize(("chunks", "measured"), MEASURED_HEAD)
+def test_the_head_is_within_10_percent_of_the_measured_slope(chunks, measured):
+    run = RunShape(group_size=1, max_prompt_len=1, max_completion_len=100 * chunks - 1, score_chunk=100)
+    assert estimate(SMALL, run).head / (4 * 151_936 * 100) == pytest.approx(measured, rel=0.1)
 
 
 def test_the_sequence_counts_turns_and_the_observations_between_them():
@@ -260,7 +273,8 @@ def test_the_9b_model_stays_well_under_a_less_economical_engine():
 
 def test_the_small_model_stays_well_under_a_less_economical_engine():
     # that engine took 5.3 to 6.3 GB on a Mac
-    assert estimate(SMALL, RunShape(group_size=4, max_prompt_len=97, max_completion_len=256)).peak < 3 * GB
+    run = RunShape(group_size=4, max_prompt_len=97, max_completion_len=256)
+    assert estimate(SMALL, run).peak < 0.75 * 5.3 * GB
 
 
 def test_notes_name_what_is_assumed():

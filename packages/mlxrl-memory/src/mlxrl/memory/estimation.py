@@ -34,7 +34,7 @@ class MemoryEstimate:
         kv_cache: caches of all rows decoded at once.
         rollout_activations: the worst moment of prefill or of sampling.
         update_activations: what the backward pass of one micro-batch holds.
-        head: logits of one chunk of positions, in the update.
+        head: logits of a few chunks of positions and what is computed from them, in the update.
         overhead: batch arrays, runtime, allocator slack.
         notes: what is extrapolated or assumed rather than measured, one sentence each.
     """
@@ -86,7 +86,7 @@ def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
     kv_cache = _kv_cache(model, run)
     rollout_activations = _rollout_activations(model, run)
     update_activations = _update_activations(model, run)
-    head = HEAD_COPIES * FLOAT32_BYTES * model.vocab_size * run.head_positions(model.vocab_size)
+    head = math.ceil(HEAD_COPIES * FLOAT32_BYTES * model.vocab_size * run.head_positions(model.vocab_size))
     token_bytes = BATCH_TOKEN_BYTES + REFERENCE_TOKEN_BYTES * run.has_reference
     moving = adapters + max(kv_cache + rollout_activations, update_activations + head)
     overhead = FIXED_OVERHEAD + run.rows * run.sequence_length * token_bytes + math.ceil(SLACK * moving)
@@ -160,7 +160,7 @@ def _notes(model: ModelShape, run: RunShape) -> tuple[str, ...]:
     notes = [
         "Activation counts come from tiny models on MLX's CPU backend; Metal and CUDA are extrapolated.",
         "Attention in training is taken as unfused: one score per head and pair of positions.",
-        "Sampler and head copies, the fixed overhead and the slack are assumptions.",
+        "Sampler copies, the fixed overhead and the slack are assumptions.",
     ]
     if not model.known_family:
         notes.append(f"model_type {model.model_type!r} is unknown and counted as a Llama-like model.")

@@ -1,8 +1,9 @@
 """The shape of a training run: how many rows of how many tokens, in which portions."""
 
+import math
 from dataclasses import dataclass, fields
 
-from mlxrl.memory.constants import HEAD_CHUNK_LOGITS
+from mlxrl.memory.constants import HEAD_CHUNK_LOGITS, HEAD_CHUNKS
 from mlxrl.memory.layers import Recurrence
 
 
@@ -30,7 +31,7 @@ class RunShape:
         optimizer_states: float32 values the optimizer keeps per adapter element (Adam: 2).
         has_reference: whether a reference forward runs (kl_beta > 0): the same weights with the adapter off.
         has_reference_adapter: whether the reference has an adapter of its own, that the run started from.
-        score_chunk: positions whose logits exist at once; None for as many as give 2**26 logits.
+        score_chunk: positions per chunk of the head; None for as many as give 2**25 logits.
         recurrence: how gated-delta layers run in training: "unrolled" is mlx-lm's loop, which keeps two recurrent
             states a token; "fused" is a chunked kernel. Without such layers it means nothing.
     """
@@ -94,7 +95,10 @@ class RunShape:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Most tokens in one backward pass: shorter rows may fill the budget, and one full row always fits."""
+        """Most tokens in one backward pass: shorter rows may fill the budget, and one full row always fits.
+
+        An upper bound: a prompt is counted in each of its rows, though the policy mostly reads it once for all of them.
+        """
         rows = self.rows if self.micro_batch_size is None else min(self.rows, self.micro_batch_size)
         tokens = rows * self.sequence_length
         if self.max_tokens_per_micro_batch is not None:
@@ -104,4 +108,4 @@ class RunShape:
     def head_positions(self, vocab_size: int) -> int:
         """Positions whose logits exist at once in the update."""
         chunk = max(1, HEAD_CHUNK_LOGITS // vocab_size) if self.score_chunk is None else self.score_chunk
-        return min(chunk, self.micro_batch_tokens)
+        return min(math.ceil(HEAD_CHUNKS * chunk), self.micro_batch_tokens)
