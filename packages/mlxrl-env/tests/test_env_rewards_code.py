@@ -1,8 +1,6 @@
 """Code against tests: right and wrong answers, and code that would take the machine down."""
 
 import os
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -142,14 +140,11 @@ def children():
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
 def test_no_process_is_left_behind():
+    # code that closes what it would answer by, and goes on
+    deaf = "import os\nos.closerange(0, 64)\nwhile True: pass"
     before = children()
-    threading.Thread(
-        target=CodeTestsReward(seconds=1.0), args=(["?"], ["while True: pass"]), kwargs={"tests": ["1"]}
-    ).start()
-    while not children() - before:
-        time.sleep(0.01)
-    while children() - before:
-        time.sleep(0.01)
+    assert CodeTestsReward(seconds=60.0)(["?"], [deaf], tests=["pass"]) == [0.0]
+    assert children() == before
 
 
 def test_options_out_of_range_are_refused():

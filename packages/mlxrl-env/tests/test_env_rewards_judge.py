@@ -25,16 +25,19 @@ def served(answer):
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
             with lock:
                 seen.append((self.path, dict(self.headers), body))
                 number = len(seen)
-            status, text = answer(body["messages"][-1]["content"], number)
+            status, text = answer(body["messages"][-1]["content"] if body else "", number)
             self.send_response(status)
             if status in (302, 307):
                 self.send_header("Location", text)
             self.end_headers()
             self.wfile.write(text.encode())
+
+        def do_GET(self):  # what a redirect makes of a question
+            self.do_POST()
 
         def log_message(self, *_):
             pass
@@ -190,10 +193,9 @@ def test_the_key_does_not_follow_a_redirect_to_another_server(monkeypatch):
         served(lambda *_: verdict("Score: 1")) as (other, seen_there),
         served(lambda *_: (302, f"{other}/chat/completions")) as (url, seen),
     ):
-        (error,) = score(url, ["x"], api_key_env="JUDGE_KEY")
+        assert score(url, ["x"], api_key_env="JUDGE_KEY") == [1.0]
     assert seen[0][1]["Authorization"] == "Bearer abc"
-    assert seen_there == []  # the question became a GET, which the other server refuses
-    assert isinstance(error, Exception)
+    assert "Authorization" not in seen_there[0][1]
 
 
 def test_no_more_questions_are_asked_at_a_time_than_allowed():
