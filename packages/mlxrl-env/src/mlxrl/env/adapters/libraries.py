@@ -13,6 +13,7 @@ from mlxrl.env.names import load_object
 LIBRARIES: Mapping[str, str] = {
     "gem": "mlxrl.env.adapters.gem:gem_suite",
     "gymnasium": "mlxrl.env.adapters.gymnasium:gymnasium_suite",
+    "openenv": "mlxrl.env.adapters.openenv:openenv_suite",
     "reasoning-gym": "mlxrl.env.adapters.reasoning_gym:reasoning_gym_suite",
     "skyrl-gym": "mlxrl.env.adapters.skyrl_gym:skyrl_gym_suite",
     "textarena": "mlxrl.env.adapters.textarena:textarena_suite",
