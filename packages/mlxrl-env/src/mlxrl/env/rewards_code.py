@@ -20,7 +20,7 @@ from mlxrl.env.code_blocks import last_block
 from mlxrl.env.options import check_real, check_whole
 
 RUNNER = Path(__file__).with_name("code_runner.py")
-READY = b"ready "
+READY = b"ready "  # as in code_runner, which Windows cannot import
 
 
 class CodeError(RuntimeError):
