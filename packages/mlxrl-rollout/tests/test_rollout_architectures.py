@@ -1,6 +1,7 @@
 """Every architecture of mlx-lm that a toy config can build: the engine is exact on it, or refuses it."""
 
 import pkgutil
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -76,7 +77,7 @@ def test_scores_are_those_of_a_full_forward(name):
 
 @pytest.fixture(scope="module")
 def alike():
-    """Tokens `[6, 40]`: three rows on each of two prompts of 26; scored are what follows, and a token of the prompts."""
+    """Three rows on each of two prompts of 26 tokens; scored are what follows, and a token of the prompts."""
     rng, prompt, lengths = np.random.default_rng(0), 26, (40, 35, 37, 29, 27, 40)
     tokens_6_L = rng.integers(5, VOCAB, size=(6, 40))
     tokens_6_L[2:, :prompt] = np.tile(tokens_6_L[:2, :prompt], (2, 1))
@@ -94,7 +95,8 @@ def test_what_rows_share_is_read_once_with_the_scores_and_gradients_of_whole_row
     model = build(name)
     if name not in UNADAPTED:
         attach_lora(model, LoRAConfig(rank=2))
-        drawn = [(path, 0.1 * mx.random.normal(x.shape)) for path, x in tree_flatten(model.trainable_parameters())]
+        values: dict[str, Any] = dict(tree_flatten(model.trainable_parameters()))
+        drawn = [(path, 0.1 * mx.random.normal(value.shape)) for path, value in values.items()]
         model.update(tree_unflatten(drawn))
     assert shares_prefixes(model) == (name not in UNSHARED)
     if name in UNSHARED:
