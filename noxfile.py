@@ -99,6 +99,17 @@ def cuda(session: nox.Session) -> None:
 
 
 @nox.session
+def adapters(session: nox.Session) -> None:
+    """The environments of other libraries, with every library installed: the adapters' tests and a run in each."""
+    install(session, "--all-packages", "--all-extras", "--group=workspace")
+    files = [
+        *ROOT.glob("packages/*/tests/test_env_adapters*.py"),
+        ROOT / "tests-integration/test_integration_adapters.py",
+    ]
+    pytest(session, "not metal and not cuda", *map(str, files))
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Race mlxrl's rollouts against other ways to sample and write the figures that the README quotes."""
     install(session, "--all-packages")
