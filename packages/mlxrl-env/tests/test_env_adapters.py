@@ -3,6 +3,8 @@
 import random
 import sys
 import threading
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +50,14 @@ def test_every_library_has_a_name_in_the_refusal_of_an_unknown_one():
     with pytest.raises(ValueError, match="unknown environment 'nothing'") as refused:
         make_env("nothing")
     assert [library for library in LIBRARIES if f"{library}:NAME" not in str(refused.value)] == []
+
+
+def test_every_library_is_in_the_readme_and_an_extra():
+    package = Path(__file__).parents[1]
+    readme, project = (package / "README.md").read_text(), (package / "pyproject.toml").read_text()
+    extras = tomllib.loads(project)["project"]["optional-dependencies"]
+    assert [name for name in LIBRARIES if f"`{name}:" not in readme or f"`mlxrl-env[{name}]`" not in readme] == []
+    assert [name for name in LIBRARIES if name not in extras] == []
 
 
 def test_a_library_without_a_name_after_it_is_no_environment():
