@@ -124,6 +124,13 @@ def learning(session: nox.Session) -> None:
 
 
 @nox.session
+def multiturn(session: nox.Session) -> None:
+    """Train the multi-turn examples from several seeds and write the figures that the README of mlxrl-cli quotes."""
+    install(session, "--all-packages")
+    session.run("python", "tests-integration/multiturn.py", *session.posargs)
+
+
+@nox.session
 def lock(session: nox.Session) -> None:
     """Bring uv.lock up to date in its committed form; `-- --check` only compares."""
     relock(session, check="--check" in session.posargs)
