@@ -48,8 +48,8 @@ RUNS = {
     "gem:game:GuessTheNumber-v0-easy": {},
     "textarena:Secretary-v0": {},
     "textarena:TowerOfHanoi-v0": {},
-    "verifiers:mlxrl-own-vf": {},
-    "verifiers:mlxrl_own_vf": {"turns": 3},
+    "verifiers:mlxrl-doubts": {},
+    "verifiers:mlxrl_doubts": {"turns": 3},
     "skyrl-gym:gsm8k_multi_turn": {"path": "rows.jsonl"},
     "openenv:http://127.0.0.1": {"observation_field": "text"},
 }
@@ -94,7 +94,7 @@ def test_a_run_in_another_librarys_environment_rewards_every_row(name, tmp_path,
         pytest.skip(f'needs pip install "mlxrl-env[{library}]"')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "mlxrl_own_vf.py").write_text(VERIFIERS)
+    (tmp_path / "mlxrl_doubts.py").write_text(VERIFIERS)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     address = f":{request.getfixturevalue('server')}" if library == "openenv" else ""
     sizes = {} if library == "skyrl-gym" else {"size": 4}

@@ -10,6 +10,15 @@ import pytest
 
 from mlxrl.env import Environment, SyncEnv, make_env
 
+PLAYED: list[SyncEnv] = []  # of the present test; closed after it, as rollouts do
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    while PLAYED:
+        PLAYED.pop().close()
+
 
 @pytest.fixture
 def rows(tmp_path):
@@ -34,8 +43,8 @@ def rows(tmp_path):
 def started(suite, *, task=0) -> tuple[Any, Any]:
     env = suite.make(suite.tasks("train")[task], 0, 0)
     assert isinstance(env, Environment)
-    played = SyncEnv(env)
-    return played, played.reset()
+    PLAYED.append(SyncEnv(env))
+    return PLAYED[-1], PLAYED[-1].reset()
 
 
 def test_a_row_of_skyrl_gym_is_asked_and_scored(rows):
@@ -135,7 +144,6 @@ def test_a_game_on_a_server_is_played_to_its_end(server):
     first, last = env.step("1"), env.step(str(left - 1))
     assert (first.observation, first.reward, first.terminated) == (f"{left - 1} left", 0.0, False)
     assert (last.observation, last.reward, last.terminated) == ("0 left", 1.0, True)
-    env.close()
 
 
 def test_more_episodes_than_the_server_has_sessions_follow_one_another(server):
@@ -143,7 +151,6 @@ def test_more_episodes_than_the_server_has_sessions_follow_one_another(server):
     for task in range(40):  # of 16 sessions; each is given back after its last turn
         env, _ = started(suite, task=task)
         env.step("1")
-        env.close()
 
 
 def test_an_observation_is_shown_whole_and_an_action_may_have_more_fields(server):
@@ -152,7 +159,6 @@ def test_an_observation_is_shown_whole_and_an_action_may_have_more_fields(server
     env, opening = started(suite, task=1)
     assert json.loads(opening)["text"] == f"{3 + number % 5} left"
     assert json.loads(env.step("1").observation)["text"] == f"{1 + number % 5} left"
-    env.close()
 
 
 def test_what_the_server_refuses_raises(server):

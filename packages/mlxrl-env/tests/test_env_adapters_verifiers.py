@@ -9,6 +9,8 @@ import pytest
 
 from mlxrl.env import Environment, StepResult, SyncEnv, make_env
 
+PLAYED: list[SyncEnv] = []  # of the present test; closed after it, as rollouts do
+
 OWN = """
 import verifiers as vf
 from datasets import Dataset
@@ -60,6 +62,9 @@ def own(tmp_path, monkeypatch):
     pytest.importorskip("verifiers", reason='needs pip install "mlxrl-env[verifiers]"')
     (tmp_path / "mlxrl_own_vf.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    yield
+    while PLAYED:
+        PLAYED.pop().close()
 
 
 def suite_of(**options):
@@ -70,8 +75,8 @@ def started(**options) -> tuple[Any, Any]:
     suite = suite_of(**options)
     env = suite.make(suite.tasks("train")[0], 0, 0)
     assert isinstance(env, Environment)
-    played = SyncEnv(env)
-    return played, played.reset()
+    PLAYED.append(SyncEnv(env))
+    return PLAYED[-1], PLAYED[-1].reset()
 
 
 def user(text):
@@ -138,6 +143,7 @@ def test_the_rows_are_tasks_and_those_to_evaluate_on_are_the_environments_own():
 def test_an_episode_may_be_played_again_and_another_beside_it():
     suite = suite_of(kind="doubts")
     first, second = (SyncEnv(suite.make(task, 0, 0)) for task in suite.tasks("train")[:2])
+    PLAYED.extend([first, second])
     first.reset()
     assert second.reset() == user("What is 1 + 1?")
     assert first.step("1").observation == user("Sure? You said 1.")
