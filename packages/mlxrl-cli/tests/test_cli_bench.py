@@ -13,14 +13,17 @@ from mlxrl.cli import main
 from mlxrl.cli.bench import ours, peer
 from mlxrl.cli.bench.models import load_bench_policy
 from mlxrl.cli.bench.race import ContestantError, Result, median_ratio, race
+from mlxrl.cli.bench.update import update_steps
 from mlxrl.cli.bench.work import (
     MultiturnWork,
     RolloutWork,
     choose_ends,
     declare_ends,
     make_texts,
+    make_update_work,
     spread_limits,
 )
+from mlxrl.policy import adapter_parameters
 from mlxrl.policy.testing import make_tiny_model
 from mlxrl.rollout import Role, group_requests
 
@@ -104,6 +107,44 @@ def test_multiturn_is_the_same_number_of_action_tokens_for_all():
     assert by_name(report)["loop"]["forwards"] == 48
     assert_follows_from_rounds(report)
     assert "2 tasks x 2 samples, 3 turns of 4 tokens" in table
+
+
+def test_update_trains_the_same_tokens_for_all():
+    report, table = bench("update", "--prompts", 2, "--max-tokens", 5, *SMALL, "--samples", 3)
+    # 2 prompts x 3 samples x 5 tokens
+    assert {name: row["tokens"] for name, row in by_name(report).items()} == dict.fromkeys(
+        ["mlxrl", "plain", "checkpointed"], 30
+    )
+    assert_follows_from_rounds(report)
+    assert "2 prompts x 3 samples, 9 tokens and 5 more that are trained" in table
+    alone, _ = bench("update", "--prompts", 1, "--max-tokens", 2, *SMALL, "--only", "plain")
+    assert list(by_name(alone)) == ["mlxrl", "plain"]
+
+
+def update_work(micro_batch_tokens=None):
+    sizes = {"prompts": 2, "samples": 3, "prompt_len": 9, "max_tokens": 5, "seed": 0}
+    return make_update_work(64, micro_batch_tokens=micro_batch_tokens, **sizes)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [None, 30])
+def test_every_step_has_the_same_gradient_and_leaves_the_policy_as_it_is(policy, micro_batch_tokens):
+    before = {name: np.array(value) for name, value in adapter_parameters(policy.model).items()}
+    norms = {name: step() for name, step in update_steps(policy, update_work(micro_batch_tokens)).items()}
+    assert norms["mlxrl"] > 0
+    assert norms["plain"] == pytest.approx(norms["mlxrl"], rel=1e-4)
+    assert norms["checkpointed"] == pytest.approx(norms["mlxrl"], rel=1e-4)
+    for name, value in adapter_parameters(policy.model).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_every_completion_of_an_update_has_an_advantage_and_whole_rows_keep_to_the_budget():
+    work = update_work(micro_batch_tokens=30)
+    # of a prompt's three the second is rewarded: none has the mean of a third
+    assert work.rewards == [0, 1, 0, 0, 1, 0]
+    # rows of 14 tokens: two fit in 30, and one always fits
+    assert work.whole_rows() == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    assert update_work(micro_batch_tokens=1).whole_rows() == [slice(row, row + 1) for row in range(6)]
+    assert update_work().whole_rows() == [slice(0, 6)]
 
 
 def test_width_weights_and_quantized_weights_reach_the_engine():
@@ -225,8 +266,9 @@ BAD = [
     (["rollout", "--only", "inductive-mlxrl:train"], ["--only", "loop, batch-generator", "inductive-mlxrl:train"]),
     (["multiturn", "--only", "batch-generator"], ["--only", "loop", "'batch-generator'"]),
     (["multiturn", "--weights", "mixed"], ["--weights", "shared or merged", "'mixed'"]),
+    (["update", "--only", "loop"], ["--only", "plain, checkpointed", "'loop'"]),
     (["multiturn", "--json", "no/folder/bench.json"], ["--json", "no/folder/bench.json", "exists"]),
-    (["multiturn", "--shape", "huge"], ["--shape", "tiny, qwen3-0.6b", "'huge'"]),
+    (["multiturn", "--shape", "huge"], ["--shape", "tiny, tiny-32k, qwen3-0.6b", "'huge'"]),
     (["multiturn", "--bits", 3], ["--bits", "4, 8, 16 or 32", "3"]),
     (["multiturn", "--model", "embedded", "--bits", 4], ["--model embedded", "--bits 4", "exclude"]),
     (["multiturn", "--model", "no/such/folder"], ["no/such/folder", "no folder"]),

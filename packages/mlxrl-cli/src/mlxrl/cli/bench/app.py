@@ -13,7 +13,9 @@ bench = typer.Typer(
 Samples = Annotated[int, typer.Option(min=1, help="Rows of each prompt or task.")]
 PromptLen = Annotated[int, typer.Option(min=1, help="Tokens of a prompt or task.")]
 Model = Annotated[str | None, typer.Option(help="Model folder, hub name, or 'embedded', instead of --shape.")]
-Shape = Annotated[str | None, typer.Option(help="Random weights of this shape: tiny (the default) or qwen3-0.6b.")]
+Shape = Annotated[
+    str | None, typer.Option(help="Random weights of this shape: tiny (the default), tiny-32k or qwen3-0.6b.")
+]
 Bits = Annotated[int | None, typer.Option(help="Bits of a --shape's weights: 4, 8, 16 or 32; by default 4, tiny 32.")]
 Rank = Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapter on every projection.")]
 Temperature = Annotated[float, typer.Option(min=0, max=100, help="Sampling temperature.")]
@@ -84,3 +86,29 @@ def multiturn(
     from mlxrl.cli.bench import commands
 
     commands.run_multiturn(settings)
+
+
+@bench.command()
+def update(
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of an optimizer batch.")] = 4,
+    samples: Annotated[int, typer.Option(min=2, help="Completions of each prompt.")] = 8,
+    prompt_len: PromptLen = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 32,
+    micro_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a pass; mlxrl counts those that its rows share once.")
+    ] = None,
+    model: Model = None,
+    shape: Shape = None,
+    bits: Bits = None,
+    rank: Rank = 8,
+    rounds: Rounds = 5,
+    seed: Seed = 0,
+    against: Against = None,
+    only: Only = [],  # noqa: B006
+    json: Json = None,
+) -> None:
+    """A training step, forward, backward and optimizer: trained tokens a second, and peak memory."""
+    settings: dict[str, Any] = dict(locals())
+    from mlxrl.cli.bench import commands
+
+    commands.run_update(settings)

@@ -1,4 +1,4 @@
-"""`bench rollout` and `bench multiturn`: who takes part, and what is written."""
+"""`bench rollout`, `bench multiturn` and `bench update`: who takes part, and what is written."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ import numpy as np
 from rich.console import Console
 
 from mlxrl.cli.bench import batch_generator, loop, ours, peer
+from mlxrl.cli.bench import update as training
 from mlxrl.cli.bench.models import BenchPolicy, load_bench_policy
 from mlxrl.cli.bench.race import Contestant, ContestantError, InProcess, Outcome, race
 from mlxrl.cli.bench.report import report_of, show
 from mlxrl.cli.bench.work import (
     MultiturnWork,
     RolloutWork,
+    UpdateWork,
     choose_ends,
     declare_ends,
     make_texts,
+    make_update_work,
     spread_limits,
 )
 from mlxrl.rollout import Engine, SamplingConfig, generate_groups
@@ -30,6 +34,12 @@ from mlxrl.train import ConfigError, RunError
 
 # --ends early: rows are a seventh of the limit long on average, 36 tokens of 256.
 EARLY = 7
+WORDS = {
+    "rollout": "{prompts} prompts x {samples} samples, {prompt_len} tokens and up to {max_tokens} more, ends {ends}",
+    "multiturn": "{tasks} tasks x {samples} samples, {turns} turns of {max_tokens} tokens",
+    "update": "{prompts} prompts x {samples} samples, {prompt_len} tokens and {max_tokens} more that are trained",
+}
+"""The work of each command in a table's title."""
 
 
 def run_rollout(settings: dict[str, Any]) -> None:
@@ -90,6 +100,24 @@ def run_multiturn(settings: dict[str, Any]) -> None:
         compete("multiturn", settings, names, contestants, stack, folder, policy, work, engine)
 
 
+def run_update(settings: dict[str, Any]) -> None:
+    """Time training steps; `settings` are the command's options by name."""
+    check(settings)
+    names = chosen_names("update", [training.PLAIN, training.CHECKPOINTED], settings)
+    with ExitStack() as stack:
+        policy, folder = prepare(stack, settings)
+        sizes = ("prompts", "samples", "prompt_len", "max_tokens", "micro_batch_tokens", "seed")
+        work = make_update_work(vocabulary_size(policy), **{name: settings[name] for name in sizes})
+
+        def play(step: Callable[[], float]) -> tuple[int, int | None]:
+            step()
+            return work.num_tokens, None
+
+        steps = training.update_steps(policy, work)
+        contestants = [InProcess(name, partial(play, steps[name])) for name in steps if name in (ours.NAME, *names)]
+        compete("update", settings, names, contestants, stack, folder, policy, work)
+
+
 def chosen_names(command: str, names: list[str], settings: dict[str, Any]) -> list[str]:
     """Who runs beside mlxrl: everyone, or whom `--only` names.
 
@@ -114,7 +142,7 @@ def check(settings: dict[str, Any]) -> None:
     file = settings["json"]
     if file not in (None, "-") and (Path(file).is_dir() or not Path(file).parent.is_dir()):
         raise ConfigError(f"--json must be - or a file in a folder that exists, got {file}.")
-    if settings["weights"] not in (None, "shared", "merged"):
+    if settings.get("weights") not in (None, "shared", "merged"):
         raise ConfigError(f"--weights must be shared or merged, got {settings['weights']!r}.")
 
 
@@ -147,8 +175,13 @@ def end_early(policy: BenchPolicy, work: RolloutWork, seed: int) -> None:
         use_chat_template=False,
     )
     sampled_B_T = np.array([trajectory.completion_ids for trajectory in trajectories])
-    vocab_size = policy.model(mx.array([work.prompt_ids[0][:1]])).shape[-1]
-    declare_ends(policy.tokenizer, choose_ends(sampled_B_T, work.max_tokens / EARLY, vocab_size))
+    ends = choose_ends(sampled_B_T, work.max_tokens / EARLY, vocabulary_size(policy))
+    declare_ends(policy.tokenizer, ends)
+
+
+def vocabulary_size(policy: BenchPolicy) -> int:
+    """Logits of a position."""
+    return policy.model(mx.array([[0]])).shape[-1]  # lazy: the shape is known without computing anything
 
 
 def compete(
@@ -159,8 +192,8 @@ def compete(
     stack: ExitStack,
     folder: Path,
     policy: BenchPolicy,
-    work: RolloutWork | MultiturnWork,
-    engine: Engine,
+    work: RolloutWork | MultiturnWork | UpdateWork,
+    engine: Engine | None = None,
 ) -> None:
     """Run the race and report it; exit code 1 if somebody who was asked for failed."""
     paths = [path for path in peer.PATHS[command] if peer.contestant_name(path) in names]
@@ -185,7 +218,9 @@ def compete(
     if ours.NAME in outcome.failures:
         raise RunError(f"{ours.NAME} {outcome.failures[ours.NAME]}; there is nothing to compare with.")
     outcome = Outcome(outcome.results, {**failures, **outcome.failures})
-    report = report_of(command, settings, policy, outcome, version) | {"last_rollout": asdict(engine.stats)}
+    report = report_of(command, settings, policy, outcome, version)
+    if engine is not None:
+        report["last_rollout"] = asdict(engine.stats)
     show(console, report, _title(report))
     text = json.dumps(report, indent=2) + "\n"
     if settings["json"] == "-":
@@ -198,10 +233,6 @@ def compete(
 
 def _title(report: dict[str, Any]) -> str:
     settings = report["settings"]
-    work = (
-        "{tasks} tasks x {samples} samples, {turns} turns of {max_tokens} tokens"
-        if report["command"] == "multiturn"
-        else "{prompts} prompts x {samples} samples, {prompt_len} tokens and up to {max_tokens} more, ends {ends}"
-    )
+    work = WORDS[report["command"]].format(**settings)
     name = report["model"]["name"]
-    return f"bench {report['command']}: {name}, LoRA rank {settings['rank']}; {work.format(**settings)}"
+    return f"bench {report['command']}: {name}, LoRA rank {settings['rank']}; {work}"

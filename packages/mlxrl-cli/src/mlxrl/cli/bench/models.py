@@ -17,8 +17,10 @@ from mlxrl.policy import LoRAConfig, PolicyReport, find_model, load_policy_with_
 from mlxrl.policy.testing import ARCHITECTURES, character_tokenizer
 from mlxrl.train import ConfigError
 
-SHAPES = {"tiny": 32, "qwen3-0.6b": 4}
+SHAPES = {"tiny": 32, "tiny-32k": 32, "qwen3-0.6b": 4}
 """Shapes of random models, with the bits of their weights by default."""
+VOCABULARIES = {"tiny-32k": 32_000}
+"""Shapes whose vocabulary is larger than the tokenizer's."""
 LORA_SCALE = 2.0
 
 
@@ -67,7 +69,8 @@ def make_random_model(folder: Path, shape: str, bits: int | None = None) -> Path
         raise ConfigError(f"--bits must be 4, 8, 16 or 32, got {bits}.")
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(folder)
-    config: dict[str, Any] = {"vocab_size": len(tokenizer), **ARCHITECTURES["qwen3"], **(known_config(shape) or {})}
+    config: dict[str, Any] = {"vocab_size": VOCABULARIES.get(shape, len(tokenizer)), **ARCHITECTURES["qwen3"]}
+    config |= known_config(shape) or {}
     config |= {"model_type": "qwen3", "max_position_embeddings": 32768}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     model, _ = load_model(folder, lazy=True, strict=False)

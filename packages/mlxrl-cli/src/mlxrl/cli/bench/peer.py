@@ -14,11 +14,11 @@ from typing import Any, Self
 
 from mlxrl.cli.bench.models import LORA_SCALE, BenchPolicy
 from mlxrl.cli.bench.race import ContestantError, Result
-from mlxrl.cli.bench.work import MultiturnWork, RolloutWork
+from mlxrl.cli.bench.work import MultiturnWork, RolloutWork, UpdateWork
 from mlxrl.train import ConfigError
 
 PACKAGE = "inductive-mlxrl"
-PATHS = {"rollout": ["train", "batched", "compiled", "serial"], "multiturn": ["train"]}
+PATHS = {"rollout": ["train", "batched", "compiled", "serial"], "multiturn": ["train"], "update": ["train"]}
 """Per command, what the child can do; `peer_child` says which functions these are."""
 CHILD = Path(__file__).with_name("peer_child.py")
 
@@ -146,7 +146,7 @@ class PeerContestant:
 
 
 def peer_setup(
-    command: str, policy: BenchPolicy, work: RolloutWork | MultiturnWork, rank: int, seed: int
+    command: str, policy: BenchPolicy, work: RolloutWork | MultiturnWork | UpdateWork, rank: int, seed: int
 ) -> dict[str, Any]:
     """What the child needs to know."""
     return {

@@ -97,7 +97,8 @@ def show(console: Console, report: dict[str, Any], title: str) -> None:
             f"{row['peak_bytes'] / 2**20:,.1f}",
         )
     console.print(table, highlight=False)
-    console.print(_where_time_goes(report["last_rollout"]), highlight=False, soft_wrap=True)
+    if "last_rollout" in report:
+        console.print(_where_time_goes(report["last_rollout"]), highlight=False, soft_wrap=True)
     for name, reason in report["failed"].items():
         print(f"{name}: {reason}", file=sys.stderr)
 

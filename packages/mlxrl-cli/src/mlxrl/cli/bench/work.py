@@ -81,6 +81,62 @@ class MultiturnWork:
         return f"\nObservation:\n{self.observation}\nAction:\n"
 
 
+@dataclass(frozen=True)
+class UpdateWork:
+    """Completions to take a training step on, those of a prompt next to each other.
+
+    Args:
+        prompt_ids: tokens of the prompts, equally many each.
+        completion_ids: tokens of all rows' completions, equally many each.
+        samples: completions of a prompt.
+        rewards: one a row.
+        micro_batch_tokens: most tokens of a pass; None is no limit.
+    """
+
+    prompt_ids: Sequence[Sequence[int]]
+    completion_ids: Sequence[Sequence[int]]
+    samples: int
+    rewards: Sequence[float]
+    micro_batch_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are trained."""
+        return sum(map(len, self.completion_ids))
+
+    @property
+    def prompts_of_rows(self) -> list[Sequence[int]]:
+        """Per row its prompt."""
+        return [prompt for prompt in self.prompt_ids for _ in range(self.samples)]
+
+    def whole_rows(self) -> list[slice]:
+        """The rows of each pass where rows are read whole; one always fits."""
+        rows = len(self.completion_ids)
+        row_tokens = len(self.prompt_ids[0]) + len(self.completion_ids[0])
+        step = rows if self.micro_batch_tokens is None else max(1, self.micro_batch_tokens // row_tokens)
+        return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def make_update_work(
+    vocab_size: int,
+    prompts: int,
+    samples: int,
+    prompt_len: int,
+    max_tokens: int,
+    micro_batch_tokens: int | None,
+    seed: int,
+) -> UpdateWork:
+    """Random tokens; every second completion of a prompt is rewarded, so that none has the mean reward."""
+    generator = np.random.default_rng(seed)
+    return UpdateWork(
+        prompt_ids=generator.integers(vocab_size, size=(prompts, prompt_len)).tolist(),
+        completion_ids=generator.integers(vocab_size, size=(prompts * samples, max_tokens)).tolist(),
+        samples=samples,
+        rewards=[float(row % samples % 2) for row in range(prompts * samples)],
+        micro_batch_tokens=micro_batch_tokens,
+    )
+
+
 def make_texts(tokenizer: TokenizerWrapper, count: int, num_tokens: int, seed: int) -> list[str]:
     """Texts of exactly `num_tokens` tokens each.
 
