@@ -111,9 +111,13 @@ class ReasoningGymEnv:
         return self._task.prompt
 
     def step(self, action: str) -> StepResult:
-        """Scores the answer."""
+        """Scores the answer; one that the scorer trips over is as good as none."""
         answer = (_ANSWER.findall(action) or [action])[-1].strip()
-        return StepResult("", float(self._score(answer, self._task.columns["entry"])), terminated=True)
+        try:
+            reward, info = float(self._score(answer, self._task.columns["entry"])), dict[str, object]()
+        except Exception as error:  # some scorers do not expect what a model may say
+            reward, info = 0.0, {"invalid_action": True, "scorer": f"{type(error).__name__}: {error}"}
+        return StepResult("", reward, terminated=True, info=info)
 
     def state_id(self, observation: str | Sequence[Message]) -> Hashable:
         """The question."""

@@ -110,7 +110,8 @@ class TextArenaEnv:
         return self._said if self._board is None else self._board
 
     def _news(self) -> str:
-        messages = self._inner.get_observation()[1]
+        # Some games mix up the parts where they repeat an action; what is left of it is no text.
+        messages = [message for message in self._inner.get_observation()[1] if isinstance(message[1], str)]
         self._said += tuple(text for _, text, _ in messages)
         boards = [text for _, text, kind in messages if kind == self._kinds.GAME_BOARD]
         self._board = boards[-1] if boards else self._board
