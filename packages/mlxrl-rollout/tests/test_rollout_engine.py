@@ -188,7 +188,7 @@ def test_nothing_to_play_is_no_trajectories(lend):
 
 @pytest.mark.parametrize("name", ["width", "max_prompt_len", "max_turns", "max_observation_len"])
 def test_limits_below_one_are_refused_by_name(lend, name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got 0"):
         engine_of(lend, **{name: 0})
 
 

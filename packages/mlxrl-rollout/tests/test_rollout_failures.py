@@ -1,4 +1,6 @@
+import asyncio
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -74,7 +76,42 @@ def step_result(observation: Any = "x", reward: Any = 0.0):
     return returns(StepResult(observation, reward, False))
 
 
+class SpeechlessError(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Unreadable(Mapping):
+    """Says what it holds only to those who do not ask."""
+
+    def __getitem__(self, key):
+        raise KeyError("info")
+
+    def __iter__(self):
+        raise KeyError("info")
+
+    def __len__(self):
+        return 1
+
+
+def speechless():
+    raise SpeechlessError
+
+
+def cancelled():
+    raise asyncio.CancelledError
+
+
 BROKEN = {
+    "step is cancelled": (lambda: BreaksInStep(0, cancelled), "step .* raised CancelledError", 1),
+    "error has no words": (lambda: BreaksInStep(0, speechless), "step .* raised SpeechlessError: it cannot say why", 1),
+    "info cannot be read": (
+        lambda: BreaksInStep(1, returns(StepResult("x", 0.0, terminated=False, info=Unreadable()))),
+        "step .* raised KeyError: 'info'", 2,
+    ),
+    "step gives a book": (lambda: BreaksInStep(0, returns("x" * 10**6)), "step .{30,700}$", 1),
     "make raises": (boom, "make .* raised KeyError: 'boom'", 0),
     "reset raises": (lambda: BreaksInReset(boom), "reset .* raised KeyError: 'boom'", 0),
     "reset gives None": (lambda: BreaksInReset(returns(None)), "reset .* TypeError: .*got NoneType", 0),

@@ -93,7 +93,7 @@ def test_full_rows_are_replaced_at_once(lend):
 
 @pytest.mark.parametrize(
     ("width", "in_turn", "forwards"),
-    [(1, False, 3), (2, False, 3), (64, False, 2), (1, True, 3), (2, True, 2), (64, True, 2)],
+    [(1, False, 3), (2, False, 3), (64, False, 2), (1, True, 3), (2, True, 3), (64, True, 2)],
 )
 def test_each_distinct_prompt_is_read_once(lend, width, in_turn, forwards):
     engine = engine_of(lend("qwen3"), FIVE, width=width)

@@ -108,3 +108,15 @@ def test_memory_is_flat_over_many_rollouts(lend, architecture):
         cached.append(mx.get_cache_memory())
     assert active[19] == active[199]
     assert cached[199] <= 1.05 * cached[19]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_requests_in_any_order_hold_few_prompts(lend, width):
+    policy = lend("qwen3")
+    requests = requests_of(1, 92)
+    engine = engine_of(policy, SAMPLING, width=width)
+    together = engine.rollout(requests)
+    held = engine.stats.peak_cache_bytes
+    apart = engine.rollout(sorted(requests, key=lambda request: request.sample_index))
+    assert engine.stats.peak_cache_bytes <= held
+    assert_same(sorted(apart, key=lambda one: (one.group_id, one.sample_index)), together, 0)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from mlxrl.rollout import (
     naive_rollout,
 )
 
-from .comparing import assert_same
+from .comparing import assert_same, engine_of, scorer_distance
 from .environments import Chatter, Conversation, chatter, converse
 
 SHORT, EIGHT = SamplingConfig(temperature=0.7, max_tokens=4), SamplingConfig(max_tokens=8)
@@ -224,3 +226,16 @@ def test_members_of_a_group_start_from_the_same_state(lend):
     assert len(set(starts[:3])) == len(set(starts[3:])) == 1
     assert [(t.group_id, t.sample_index) for t in trajectories] == [(g, s) for g in (0, 1) for s in (0, 1, 2)]
     assert all(mx.all(mx.array(t.segments[0].sampler_logprobs) <= 0) for t in trajectories)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_rows_that_wait_for_company_say_what_they_say_alone(lend, architecture, share):
+    policy = lend(architecture)
+    sampling = SamplingConfig(temperature=0.7, max_tokens=24)  # long enough for turns to end at different times
+    engine = engine_of(policy, sampling)
+    engine.room = replace(engine.room, regroup_share=share)
+    requests = group_requests([2, 3, 2, 4], chatter, group_size=2)
+    trajectories = engine.rollout(requests)
+    assert scorer_distance(policy[0], trajectories, 0.7) < 1e-4
+    assert_same(trajectories, engine_of(policy, sampling).rollout(requests))

@@ -61,18 +61,19 @@ class MergedPolicy:
                 )
         self._policy = model
         self._main_type = _main_type(model)
-        self._merged: list[tuple[nn.Module, Any, dict[str, mx.array]]] = []
+        self._merged: list[tuple[nn.Module, Any]] = []
         self.model: nn.Module = self._copy(model, {})
         checkpoint_blocks(self.model, enabled=False)
         self.model.eval()
         self.model.freeze()
 
     def renew(self) -> None:
-        """Merge the adapters that have changed since; of the float32 weights, one layer's exist at a time."""
-        for i, (adapter, dense, factors) in enumerate(self._merged):
-            if any(adapter[name] is not value for name, value in factors.items()):
-                _set_weight(dense, _merged_weight(adapter), dense.weight.dtype)
-                self._merged[i] = adapter, dense, _factors(adapter)
+        """Merge the adapters as they are now; of the float32 weights, one layer's exist at a time.
+
+        What carries no adapter is frozen, and is taken as it was when the copy was made.
+        """
+        for adapter, dense in self._merged:
+            _set_weight(dense, _merged_weight(adapter), dense.weight.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +120,7 @@ class MergedPolicy:
             _set_weight(dense, _exact_weight(layer), dtype)
         else:
             _set_weight(dense, _merged_weight(module), dtype)
-            self._merged.append((module, dense, _factors(module)))
+            self._merged.append((module, dense))
         return dense
 
 
@@ -170,11 +171,6 @@ def _exact_weight(layer: Any) -> mx.array:
     if global_scale_E is None:
         return dequantize(layer.weight, layer.scales)
     return mx.stack([dequantize(*expert) for expert in zip(layer.weight, layer.scales, global_scale_E, strict=True)])
-
-
-def _factors(adapter: nn.Module) -> dict[str, mx.array]:
-    """The adapter's own arrays; an update of a module puts other arrays in their place."""
-    return {name: value for name, value in adapter.items() if isinstance(value, mx.array)}
 
 
 def _merged_weight(adapter: Any) -> mx.array:

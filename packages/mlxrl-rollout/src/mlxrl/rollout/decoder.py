@@ -153,8 +153,9 @@ class DecodeBatch:
         self.launch_seconds += time.perf_counter() - begin
         self._inputs_B, self._positions_B = tokens_B, self._positions_B + 1
         for row in self.rows:
-            row.num_read += 1
-            row.num_drawn += 1
+            if not row.ended:  # what an ended row reads and draws from now on is nobody's
+                row.num_read += 1
+                row.num_drawn += 1
         self.num_steps += 1
         return Draws(self.rows, tokens_B, logprobs_B)
 

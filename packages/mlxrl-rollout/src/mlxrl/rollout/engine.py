@@ -30,6 +30,9 @@ class Engine:
     On its first use for a model a few tokens are played in each of the engine's ways and compared with plain passes
     (`mlxrl.rollout.audit`); a model whose rows mix in a batch is played row by row, with a warning.
 
+    An engine belongs to the thread that made it, as MLX's streams do. All environments of a rollout are made and reset
+    before its first token.
+
     Args:
         model: the policy, in evaluation mode.
         tokenizer: mlx-lm's tokenizer of the model.
@@ -48,13 +51,15 @@ class Engine:
             as soon as these answer.
         env_timeout: seconds an environment has for an answer, after which its row fails. None: no bound, and
             environments run in the caller's thread.
-        cache_bytes: most bytes of the rows' caches; rows wait where they would not fit. None: no bound.
+        cache_bytes: most bytes of what the rows and the prompts that others wait for have read, at their longest; rows
+            wait where they would not fit, but one always plays. Buffers grow by 256 tokens, and while rows change
+            places old and new ones exist. None: no bound.
         weights: what is sampled from: "shared" (the model itself, the adapter beside its base) or "merged" (a
             float16 copy with the adapter merged into it, renewed whenever the adapter has changed).
 
     Raises:
-        ValueError: a number is below 1, context is unknown, a chat template is asked for that the tokenizer does not
-            have, or the model cannot be played token by token.
+        ValueError: a number is below 1 or not whole, context or weights is unknown, the model is in training mode or
+            cannot be played token by token, or a chat template is asked for that the tokenizer does not have.
     """
 
     def __init__(
@@ -86,14 +91,14 @@ class Engine:
             "max_context": max_context,
         }
         for name, value in {"width": width, "cache_bytes": cache_bytes, **limits}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value}.")
         if env_timeout is not None and not env_timeout > 0:
             raise ValueError(f"env_timeout must be above 0 seconds, or None for no bound, got {env_timeout}.")
         if context not in ("transcript", "turn"):
             raise ValueError(f"context must be 'transcript' or 'turn', got {context!r}.")
-        if weights not in ("shared", "merged"):
-            raise ValueError(f"weights must be 'shared' or 'merged', got {weights!r}.")
+        if model.training:
+            raise ValueError("the model is in training mode, in which dropout acts; call model.eval() first.")
         if on_cuda():
             flatten_quantized_rows(model)
         verdict = audit(model)
@@ -102,7 +107,7 @@ class Engine:
             raise ValueError(f"a {name} model cannot be sampled from token by token: {verdict.reason}; use another.")
         if not verdict.batched:
             warnings.warn(f"a {name} model is played row by row: {verdict.reason.rstrip('.')}.", stacklevel=2)
-        self.model, self.sampling = model, sampling
+        self.model = model
         self.encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template, template_kwargs=template_kwargs)
         self.limits = EpisodeLimits(sampling=sampling, context=context, echo=echo, **limits)
         self.room = Room(
@@ -113,9 +118,27 @@ class Engine:
             cache_bytes=cache_bytes,
         )
         self.deterministic, self.env_timeout = deterministic, env_timeout
-        self.weights: Weights = weights
         self._merged: MergedPolicy | None = None
+        self.weights = weights
         self.stats = RolloutStats()
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How tokens are drawn where a request does not say."""
+        return self.limits.sampling
+
+    @property
+    def weights(self) -> Weights:
+        """What is sampled from; may be set between rollouts, and "shared" drops the merged copy."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        if weights not in ("shared", "merged"):
+            raise ValueError(f"weights must be 'shared' or 'merged', got {weights!r}.")
+        self._weights: Weights = weights
+        if weights == "shared":
+            self._merged = None
 
     @property
     def width(self) -> int:
@@ -136,14 +159,13 @@ class Engine:
         episodes = [Episode(request, self.encoder, self.limits) for request in requests]
         model = self._sampled_from()
         play = Play(model, episodes, self.room, deterministic=self.deterministic, env_timeout=self.env_timeout)
+        self.stats = play.stats
         with decoding(model):
             play.run()
-        self.stats = play.stats
         return [episode.trajectory(policy_version) for episode in episodes]
 
     def _sampled_from(self) -> nn.Module:
         if self.weights == "shared":
-            self._merged = None
             return self.model
         if self._merged is None:
             self._merged = MergedPolicy(self.model)

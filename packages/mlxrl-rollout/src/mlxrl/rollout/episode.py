@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +13,9 @@ from mlxrl.rollout.sampling import SamplingConfig
 from mlxrl.rollout.trajectory import Role, Segment, Trajectory, Turn
 
 Context = Literal["transcript", "turn"]
+
+# Characters of an environment's error that the record keeps.
+MOST_SAID = 500
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class RolloutRequest:
         sample_index: the place within the group.
         key: 64-bit random key of the row.
         sampling: how this row's tokens are drawn; None: as the engine draws.
+
+    Raises:
+        ValueError: key is not from 0 to 2^64 - 1.
     """
 
     task: Any
@@ -34,6 +40,10 @@ class RolloutRequest:
     sample_index: int
     key: int
     sampling: SamplingConfig | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.key < 2**64:
+            raise ValueError(f"key must be from 0 to 2^64 - 1, got {self.key}; `derive_key` makes one.")
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ class EnvironmentFailedError(Exception):
     result: StepResult | None = None
 
     def __init__(self, where: str, error: BaseException):
-        super().__init__(f"{where} of the environment raised {type(error).__name__}: {error}")
+        super().__init__(f"{where} of the environment raised {type(error).__name__}: {_said(error)}")
 
 
 class Episode:
@@ -226,7 +236,7 @@ class Episode:
             observation = _asked("reset", environment.reset)
             return Reply(observation, _asked("state_id", lambda: environment.state_id(observation)))
         environment = self._environment
-        result = _asked("step", lambda: environment.step(self._action_text))
+        result = _asked("step", lambda: _own_copy(environment.step(self._action_text)))
         if self._is_over(result):
             return Reply(result.observation, None, result)
         try:
@@ -239,9 +249,9 @@ class Episode:
     def _make(self) -> SyncEnv:
         environment = self.request.make()
         most = environment.max_turns
-        if not isinstance(most, int) or most < 1:
+        if isinstance(most, bool) or not hasattr(most, "__index__") or most < 1:
             raise ValueError(f"max_turns must be a whole number of at least 1, got {most!r}")
-        self._max_turns = min(most, self.limits.max_turns or most)
+        self._max_turns = min(int(most), self.limits.max_turns or int(most))
         return SyncEnv(environment)
 
     def _says_stop(self) -> bool:
@@ -300,7 +310,7 @@ class Episode:
                 span=(end - len(self._action), end),
                 action=self._action_text,
                 reward=0.0 if result is None else result.reward,
-                info={} if result is None else dict(result.info),
+                info={} if result is None else result.info,
                 observation_cut=self._observation_cut,
                 action_cut=self._action_cut,
             )
@@ -326,5 +336,20 @@ class Episode:
 def _asked(where: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except (Exception, SystemExit) as error:  # user code may raise anything: the row fails, the run goes on
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # user code may raise anything: the row fails, the run goes on
         raise EnvironmentFailedError(where, error) from error
+
+
+def _own_copy(result: StepResult) -> StepResult:
+    return replace(result, info=dict(result.info))
+
+
+def _said(error: BaseException) -> str:
+    """What an error says of itself, which may fail too, and may be long."""
+    try:
+        text = str(error)
+    except Exception:  # user code again
+        return "it cannot say why"
+    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]} ..."

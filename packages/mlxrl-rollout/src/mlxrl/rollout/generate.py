@@ -124,7 +124,12 @@ def generate_groups(
 
     Returns:
         Trajectories, the groups one after the other.
+
+    Raises:
+        ValueError: prompts is one text, or group_size is below 1.
     """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts must be a list of prompts, got the text {prompts[:80]!r}; put it in a list.")
     tasks = [Task(prompt if isinstance(prompt, str) else tuple(prompt)) for prompt in prompts]
     return generate_agentic_trajectories(
         model=model,

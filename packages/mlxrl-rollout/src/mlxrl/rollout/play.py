@@ -68,8 +68,8 @@ class Room:
     regroup_share: float = 0.0
     cache_bytes: int | None = None
 
-    def how_many_fit(self, held: Sequence[Row], joining: Sequence[Row]) -> int:
-        """How many of those who would join fit beside the rows whose caches are held.
+    def how_many_fit(self, held: Sequence[Row], joining: Sequence[Row], num_prompts: int = 0) -> int:
+        """How many of those who would join fit beside the rows and the prompts whose caches are held.
 
         A batch is as long as its longest row, so every row is counted at that length.
         """
@@ -78,7 +78,7 @@ class Room:
         longest = max((row.episode.most_tokens for row in held), default=0)
         for fitting, row in enumerate(joining):
             longest = max(longest, row.episode.most_tokens)
-            if (len(held) + fitting + 1) * self.row_bytes(longest) > self.cache_bytes:
+            if (num_prompts + len(held) + fitting + 1) * self.row_bytes(longest) > self.cache_bytes:
                 return fitting
         return len(joining)
 
@@ -164,11 +164,18 @@ class Play:
 
     def _open(self) -> None:
         """Every environment says its first words; the rows that can be answered queue up."""
-        tickets = [self._consult(episode) for episode in self.episodes]
-        for episode, ticket in zip(self.episodes, tickets, strict=True):
-            self._hear(episode, ticket)
+        openings = [_Parked(Row(episode), self._consult(episode), -1, None) for episode in self.episodes]
+        if not self.deterministic:
+            self._parked = openings
+            return
+        rows_of: dict[tuple[int, ...], list[Row]] = {}
+        for opening in openings:
+            episode = opening.row.episode
+            self._hear(episode, opening.ticket)
             if not episode.finished:
-                self._queue([Row(episode)])
+                rows_of.setdefault(tuple(episode.token_ids), []).append(Row(episode))
+        for rows in rows_of.values():  # rows of one prompt one after the other, so that few prompts are held for others
+            self._queue(rows)
 
     def _consult(self, episode: Episode) -> Ticket:
         return self._stage.submit(self._owners[id(episode)], episode.consult)
@@ -228,11 +235,16 @@ class Play:
         num_rows, num_live = len(self._batch.rows), self._num_live
         if num_live == 0:
             return bool(self._waiting or self._parked)
-        due = len(self._due())
-        free = self.room.width - num_live - (len(self._parked) - due)
-        joining, leaving = min(free, due + (0 if self._is_full else len(self._waiting))), num_rows - num_live
+        due = self._due()
+        free = self.room.width - num_live - self._num_seated(self._parked) + self._num_seated(due)
+        arriving = len(due) + (0 if self._is_full else len(self._waiting))
+        joining, leaving = min(free, arriving), num_rows - num_live
         share = self.room.regroup_share
         return joining >= max(1, share * num_rows) or leaving >= max(1, 2 * share * num_rows)
+
+    def _num_seated(self, parked: Sequence[_Parked]) -> int:
+        """How many of these rows hold a cache."""
+        return sum(one.seat is not None for one in parked)
 
     def _due(self) -> list[_Parked]:
         """The parked rows whose answer is taken at the next regrouping, and waited for if need be."""
@@ -250,7 +262,7 @@ class Play:
         if not staying and not self._a_new_row_fits():
             self._stage.wait_for_any([parked.ticket for parked in self._parked])
         returning = self._take_answers()
-        free = max(0, self.room.width - len(staying) - len(self._parked))
+        free = max(0, self.room.width - len(staying) - self._num_seated(self._parked))
         joining = [*(seat.row for seat in returning), *self._waiting][:free]
         fitting = self._how_many_fit(staying, joining)
         self._queue([Row(seat.row.episode) for seat in returning[fitting:]], ahead=True)  # to be read again
@@ -264,12 +276,12 @@ class Play:
 
     def _how_many_fit(self, staying: Sequence[Row], joining: Sequence[Row]) -> int:
         held = [*staying, *(parked.row for parked in self._parked if parked.seat is not None)]
-        fitting = self.room.how_many_fit(held, joining)
+        fitting = self.room.how_many_fit(held, joining, len(self._prompts))
         return fitting if held else max(fitting, min(1, len(joining)))  # or nobody would ever go on
 
     def _a_new_row_fits(self) -> bool:
         """Whether a row could join an empty batch beside those that wait for their environments."""
-        has_place = bool(self._waiting) and len(self._parked) < self.room.width
+        has_place = bool(self._waiting) and self._num_seated(self._parked) < self.room.width
         return has_place and self._how_many_fit([], [self._waiting[0]]) > 0
 
     def _take_answers(self) -> list[_Seat]:
@@ -283,7 +295,7 @@ class Play:
             self._hear(episode, parked.ticket)
             if episode.finished:
                 continue
-            if parked.seat is None or num_read == len(episode.token_ids):  # nothing new: read the last token again
+            if parked.seat is None or num_read == len(episode.token_ids):  # nothing new to read, and no logits kept
                 afresh.append(Row(episode))
             else:
                 seats.append(_Seat(Row(episode, num_read=num_read), parked.seat.cache, parked.seat.place))
@@ -324,7 +336,10 @@ class Play:
             yield [rows[i] for i in group], prefilled.select(places)
         self._readers.subtract(prompts)
         for prompt in dict.fromkeys(prompts):
-            if not self._readers[prompt]:
+            if self._readers[prompt]:  # alone, so that it does not hold those that were read with it
+                prefilled, place = self._prompts[prompt]
+                self._prompts[prompt] = prefilled.select([place]), 0
+            else:
                 del self._prompts[prompt], self._readers[prompt]
 
     def _plan(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -336,7 +351,7 @@ class Play:
         return self._reader(cache, texts)
 
     def _count_caches(self) -> None:
-        rows = len(self._batch.rows) + len(self._parked)
+        rows = len(self._batch.rows) + self._num_seated(self._parked)
         caches = {id(parked.seat.cache): parked.seat.cache for parked in self._parked if parked.seat is not None}
         caches |= {id(prefilled): prefilled.cache for prefilled, _ in self._prompts.values()}
         held = num_bytes(self._batch.cache) + sum(map(num_bytes, caches.values()))

@@ -8,6 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
+# Below it logits are divided into infinities.
+LEAST_TEMPERATURE = 1e-4
+
 Drawing = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
@@ -39,19 +42,28 @@ class SamplingConfig:
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}.")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0 (0 keeps every token), got {self.top_k}.")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be at least {LEAST_TEMPERATURE}, or 0 for the most likely token, got "
+                f"{self.temperature}."
+            )
+        if not _is_whole(self.top_k) or self.top_k < 0:
+            raise ValueError(f"top_k must be a whole number of at least 0 (0 keeps every token), got {self.top_k}.")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p must be in [0, 1), got {self.min_p}.")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}.")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if not _is_whole(self.max_tokens) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be a whole number of at least 1, got {self.max_tokens}.")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}.")
 
     @property
     def full_support(self) -> bool:
         """Whether every token can be drawn, so that sampler and scorer see one distribution."""
         return self.temperature > 0 and self.top_p == 1 and self.top_k == 0 and self.min_p == 0
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def draw(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-NUM_THREADS = 16
+NUM_THREADS = 64
 # How often a waiting host looks whether a call has overrun, in seconds; an answer in time is never waited for.
 PATROL = 0.05
 
@@ -78,6 +78,7 @@ class Stage:
 
     def __init__(self, timeout: float | None, num_owners: int):
         self.timeout = timeout
+        self._patrol_seconds = PATROL if timeout is None else min(PATROL, timeout)
         self._bell = threading.Event()
         num_threads = 0 if timeout is None else min(num_owners, NUM_THREADS)
         self._threads = [_Thread(self._bell) for _ in range(num_threads)]
@@ -93,13 +94,13 @@ class Stage:
 
     def await_answer(self, ticket: Ticket) -> None:
         """Wait until a call is answered, if only with `OverrunError`."""
-        while not ticket.wait(PATROL):
+        while not ticket.wait(self._patrol_seconds):
             self.patrol()
 
     def wait_for_any(self, tickets: Sequence[Ticket]) -> None:
         """Wait until one of the calls has been answered."""
         while not any(ticket.answered for ticket in tickets):
-            self._bell.wait(PATROL)
+            self._bell.wait(self._patrol_seconds)
             self._bell.clear()
             self.patrol()
 

@@ -52,7 +52,7 @@ class Turn:
         reward: what the environment gave for the action.
         info: what else the environment told.
         observation_cut: whether the observation was cut to the allowed length.
-        action_cut: whether the token limit ended the action.
+        action_cut: whether a limit of tokens, the action's or the context's, ended the action.
     """
 
     observation: str | Sequence[Message]

@@ -24,6 +24,8 @@ CHOICE = "rollout_weights"
 # Fields that may change between a run and its continuation, for they change nothing of what the steps compute; `steps`
 # is one of them as long as the learning rate does not fall towards the last step.
 FREE_ON_RESUME = {"output", "eval", "checkpoint"}
+FREE_ROLLOUT_FIELDS = {"rollout.width", "rollout.kv_budget_gb", "rollout.env_timeout"}
+"""How much room rollouts have and how long they wait: a run that was killed for memory may go on narrower."""
 
 
 @dataclass
@@ -197,7 +199,8 @@ class RunFolder:
         free = FREE_ON_RESUME | ({"steps"} if config.optimizer.schedule == "constant" else set())
         then, now = _leaves(saved), _leaves(config.model_dump(mode="json"))
         for name in sorted(then.keys() | now.keys()):
-            if name.partition(".")[0] not in free and then.get(name) != now.get(name):
+            is_free = name.partition(".")[0] in free or name in FREE_ROLLOUT_FIELDS
+            if not is_free and then.get(name) != now.get(name):
                 raise RunFolderError(
                     f"{where} was made with {name} = {then.get(name)!r}, the config has {now.get(name)!r}; "
                     "resume with the same value, or start a new run."
