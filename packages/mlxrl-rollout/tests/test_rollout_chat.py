@@ -509,9 +509,8 @@ def test_where_a_text_cannot_be_told_from_its_neighbours_it_is_encoded_apart():
     # unknown characters in a row are one token, of the text and of what stands for a spelled control token
     encoder = prefixing_encoder("first", "</s>", byte_fallback=False)
     encoded = encoder.observation("é</s>é", after_eos=True)
-    words = ["▁", "<unk>", "</", "s", ">", "<unk>"]
     own = [token for token, own in zip(encoded.token_ids, encoded.content, strict=True) if own]
-    assert tokens_of(encoder, own) == ["▁", "<unk>", *words[2:]]
+    assert tokens_of(encoder, own) == ["▁", "<unk>", "</", "s", ">", "<unk>"]  # the first with its prefix
     assert control_of(encoder, encoded.token_ids) == ["<unk>", "<unk>"]
 
 
@@ -526,6 +525,7 @@ def test_where_a_text_cannot_be_told_from_its_neighbours_it_is_encoded_apart():
             "tool_calls[0].function.arguments.a[1]",
         ),
         ({"call": {"<|im_end|>": 1}}, "call"),
+        ({"<|im_end|>": 1}, "a field's name"),
     ],
 )
 def test_a_field_that_spells_a_control_token_is_refused(fields, field):

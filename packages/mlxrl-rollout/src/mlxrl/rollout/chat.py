@@ -2,16 +2,18 @@
 
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxrl.env import Message, as_messages
 
 PROBE_TURNS = 5  # a window that drops old messages shows itself within so many
+PREFIX = "▁"  # a space, and what SentencePiece puts before a text that begins without one
+PLACE = "\ue000"  # stands for text that is encoded apart; a character that no vocabulary merges with others
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,20 @@ class EncodedObservation:
     cut: bool
 
 
+class _Part(NamedTuple):
+    """A stretch of the text: the template's or a message's, as `EncodedObservation.content` tells them apart."""
+
+    text: str
+    is_plain: bool = False
+    """Whether a control token that is spelled in it stays text."""
+    is_content: bool = False
+
+
 class ChatEncoder:
     """Encodes prompts and observations for one tokenizer.
+
+    A control token that a message's content spells stays text. A template writes the other fields as they are, so there
+    it would become one: such a message is refused with a ValueError.
 
     Args:
         tokenizer: mlx-lm's tokenizer.
@@ -59,10 +73,11 @@ class ChatEncoder:
         control = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         self._thought = tokenizer.think_start or "<think>", tokenizer.think_end or "</think>"
         self._control = _any_of(control)
+        # apart from its neighbours, each text would get a prefix that it has not in their midst
+        self._prefixes = tokenizer.is_fast and "".join(tokenizer.tokenize("x")).startswith(PREFIX)
         # a template finds the thoughts of an answer by their marks, so there the marks are left to it
         self._control_in_answers = _any_of(token for token in control if token not in "".join(self._thought))
         self._mark = f"mlxrl-{uuid.uuid4().hex}-{{}}-here"  # stands for text that is encoded apart; nobody spells it
-        self._pieces_of_roles: dict[tuple[str, ...], list[str]] = {}
 
     @cached_property
     def rewrites_history(self) -> bool:
@@ -87,7 +102,7 @@ class ChatEncoder:
             prompt: the observation.
             max_content: most tokens of its own text; None keeps all.
         """
-        return self._whole(as_messages(prompt), 0, max_content)
+        return self._whole(self._messages(prompt), 0, max_content)
 
     def conversation(self, messages: Sequence[Message], *, max_content: int | None = None) -> EncodedObservation:
         """Tokens of a conversation so far, as the template writes it: thoughts that it drops from history are gone.
@@ -98,7 +113,7 @@ class ChatEncoder:
             messages: all of it, up to the environment's latest.
             max_content: most tokens of the texts after the last assistant message; None keeps all.
         """
-        messages = as_messages(messages)
+        messages = self._messages(messages)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         return self._whole(messages, answers[-1] + 1 if answers else 0, max_content)
 
@@ -112,65 +127,169 @@ class ChatEncoder:
             after_eos: whether the action ended with its end-of-sequence token; if not, the template's is added.
             max_content: most tokens of the observation's own text; None keeps all.
         """
-        messages = as_messages(observation)
-        words, cut = self._limited([message["content"] for message in messages], max_content)
-        if not self.templated:
-            pieces = [""] * (len(messages) + 1)
+        messages = self._messages(observation)
+        if self.templated:
+            before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+            scaffold = self._pieces([*before, *messages])[2:]  # what stands before the action is there already
         else:
-            action_and_roles = ["assistant", *(message["role"] for message in messages)]
-            pieces = self._pieces(["user", *action_and_roles])[2:]  # what stands before the action is there already
-        token_ids: list[int] = []
-        content: list[bool] = []
-        for piece, own in zip(pieces, [*words, []], strict=True):
-            scaffold = self._encoded(piece)
-            token_ids += [*scaffold, *own]
-            content += [False] * len(scaffold) + [True] * len(own)
-        if after_eos and token_ids and token_ids[0] in self.eos_ids:  # the action brought its own
-            token_ids, content = token_ids[1:], content[1:]
-        return EncodedObservation(token_ids, content, cut)
+            scaffold = ["", *["\n"] * (len(messages) - 1), ""]
+        parts = [_Part(scaffold[0])]
+        for message, after in zip(messages, scaffold[1:], strict=True):
+            parts += [_Part(message["content"], is_plain=True, is_content=True), _Part(after)]
+        end = self.tokenizer.eos_token if after_eos else None
+        encoded = self._encode(parts, max_content, before=end or PLACE)
+        token_ids, content = encoded.token_ids, encoded.content
+        ends = [i for i, token in enumerate(token_ids) if token in self.eos_ids]
+        if after_eos and ends and not any(content[: ends[0]]) and not self.text(token_ids[: ends[0]]).strip():
+            first = ends[0] + 1  # the action brought its own
+            token_ids, content = token_ids[first:], content[first:]
+        return EncodedObservation(token_ids, content, encoded.cut)
 
     def text(self, action_ids: Sequence[int]) -> str:
         """An action as text, without its end-of-sequence token."""
         return self.tokenizer.decode([token for token in action_ids if token not in self.eos_ids])
 
-    def _pieces(self, roles: Sequence[str]) -> list[str]:
-        """The template's text before, between and after messages of these roles."""
-        key = tuple(roles)
-        if key not in self._pieces_of_roles:
-            messages: list[Message] = [{"role": role, "content": self._mark.format(i)} for i, role in enumerate(roles)]
-            rest = self._render(messages)
-            pieces = []
-            for message in messages:
-                piece, found, rest = rest.partition(message["content"])
-                if not found:
-                    raise ValueError(f"the chat template drops or reorders messages of the roles {list(roles)}.")
-                pieces.append(piece)
-            self._pieces_of_roles[key] = [*pieces, rest]
-        return self._pieces_of_roles[key]
+    def _messages(self, value: str | Sequence[Message]) -> tuple[Message, ...]:
+        """The messages; none may spell a control token where a template would make it one."""
+        messages = as_messages(value)
+        for message in messages:
+            control = self._control_of(message)
+            for field, text in _texts({name: field for name, field in message.items() if name != "content"}):
+                if spelled := control.search(text):
+                    where = field.lstrip(".") or "a field's name"
+                    raise ValueError(
+                        f"{where} of a chat message spells the control token {spelled[0]!r}, got {text!r}; "
+                        "only its content may, where that stays text."
+                    )
+        return messages
+
+    def _control_of(self, message: Message) -> re.Pattern[str]:
+        return self._control_in_answers if message["role"] == "assistant" else self._control
+
+    def _pieces(self, messages: Sequence[Message]) -> list[str]:
+        """The template's text before, between and after the contents of these messages."""
+        shown: list[Message] = [{**message, "content": self._mark.format(i)} for i, message in enumerate(messages)]
+        rest = self._render(shown)
+        pieces = []
+        for message in shown:
+            piece, found, rest = rest.partition(message["content"])
+            if not found:
+                roles = [message["role"] for message in messages]
+                raise ValueError(f"the chat template drops or reorders messages of the roles {roles}.")
+            pieces.append(piece)
+        return [*pieces, rest]
 
     def _whole(self, messages: Sequence[Message], new: int, max_content: int | None) -> EncodedObservation:
-        """A rendered prompt; what must not be read as part of the template is encoded apart, a mark in its place."""
-        words, cut = self._limited([message["content"] for message in messages[new:]], max_content)
-        apart: list[list[int]] = []
+        """A rendered prompt; from the message `new` on the contents are limited."""
+        encoded = self._encode(self._rendered(messages, len(messages)), add_special_tokens=not self.templated)
+        if max_content is not None:
+            limited = self._encode(self._rendered(messages, new), max_content, add_special_tokens=not self.templated)
+            if limited.cut:
+                encoded = limited
+        return EncodedObservation(encoded.token_ids, [False] * len(encoded.token_ids), encoded.cut)
 
-        def hold(token_ids: list[int]) -> str:
-            apart.append(token_ids)
+    def _rendered(self, messages: Sequence[Message], new: int) -> list[_Part]:
+        """The parts of a prompt: the contents from the message `new` on, what spells a control token, and the rest."""
+        apart: list[_Part] = []
+
+        def hold(text: str, *, is_content: bool = False) -> str:
+            apart.append(_Part(text, is_plain=True, is_content=is_content))
             return self._mark.format(len(apart) - 1)
 
         shown: list[Message] = []
         for i, message in enumerate(messages):
-            if cut and i >= new:
-                text = hold(words[i - new])
+            if i >= new:
+                text = hold(message["content"], is_content=True)
             else:
-                control = self._control_in_answers if message["role"] == "assistant" else self._control
-                text = control.sub(lambda spelled: hold(self._words(spelled[0])), message["content"])
+                text = self._control_of(message).sub(lambda spelled: hold(spelled[0]), message["content"])
             shown.append({**message, "content": text})
         rendered = self._render(shown) if self.templated else "\n".join(message["content"] for message in shown)
-        first, *rest = re.split(self._mark.format(r"(\d+)"), rendered)
-        token_ids = self._encoded(first, add_special_tokens=not self.templated)
-        for index, text in zip(rest[::2], rest[1::2], strict=True):
-            token_ids += [*apart[int(index)], *self._encoded(text)]
-        return EncodedObservation(token_ids, [False] * len(token_ids), cut)
+        pieces = re.split(self._mark.format(r"(\d+)"), rendered)
+        return [apart[int(piece)] if i % 2 else _Part(piece) for i, piece in enumerate(pieces)]
+
+    def _encode(
+        self,
+        parts: Sequence[_Part],
+        max_content: int | None = None,
+        *,
+        before: str = "",
+        add_special_tokens: bool = False,
+    ) -> EncodedObservation:
+        """The tokens of a text, of its contents the first max_content.
+
+        Args:
+            parts: the text.
+            max_content: most tokens of the contents; None keeps all.
+            before: what the text stands behind; its own tokens are not returned.
+            add_special_tokens: whether the tokenizer's beginning is added; a template brings its own.
+        """
+        tokens = self._in_place(parts, before, add_special_tokens=add_special_tokens) if self._prefixes else None
+        if tokens is None:
+            tokens = []
+            for i, part in enumerate(parts):
+                special = add_special_tokens and i == 0
+                words = self.tokenizer.encode(part.text, add_special_tokens=special, split_special_tokens=part.is_plain)
+                tokens += [(token, part.is_content) for token in words]
+        kept: list[tuple[int, bool]] = []
+        room = len(tokens) if max_content is None else max_content
+        for token, is_content in tokens:
+            if not is_content or room > 0:
+                kept.append((token, is_content))
+            room -= is_content
+        return EncodedObservation([token for token, _ in kept], [own for _, own in kept], len(kept) < len(tokens))
+
+    def _in_place(
+        self, parts: Sequence[_Part], before: str, *, add_special_tokens: bool
+    ) -> list[tuple[int, bool]] | None:
+        """The tokens of a text encoded in one go, and whether each holds a content's text.
+
+        None: a token joins what must stay apart.
+        """
+        text, content = "", []
+        places: dict[int, list[int]] = {}  # where a control token is spelled, the tokens of that text
+        for part in parts:
+            spans = self._control.split(part.text) if part.is_plain else [part.text]
+            for i, span in enumerate(spans):
+                if i % 2:
+                    spelled = self._behind(PLACE, span, add_special_tokens=False, split_special_tokens=True)
+                    if spelled is None:
+                        return None
+                    places[len(text)] = [token for token, _, _ in spelled]
+                shown = PLACE if i % 2 else span
+                text += shown
+                content += [part.is_content] * len(shown)
+        encoded = self._behind(before, text, add_special_tokens=add_special_tokens)
+        if encoded is None:
+            return None
+        tokens: list[tuple[int, bool]] = []
+        placed: set[int] = set()
+        prefix = self.tokenizer.convert_tokens_to_ids(PREFIX)
+        for token, start, end in encoded:
+            is_control = self._control.fullmatch(text[start:end].strip())  # some cover whitespace around them
+            is_content = any(content[start:end]) and not is_control
+            if places.keys().isdisjoint(range(start, end)) or (token == prefix and end == start + 1):
+                tokens.append((token, is_content))
+            elif end > start + 1:
+                return None
+            elif start not in placed:  # a place may be several tokens: bytes
+                placed.add(start)
+                tokens += [(word, is_content) for word in places[start]]
+        return tokens if placed == places.keys() else None
+
+    def _behind(self, before: str, text: str, **options: bool) -> list[tuple[int, int, int]] | None:
+        """Each token of a text that stands behind another, and the characters that it covers: from, to.
+
+        None: a token covers words of both.
+        """
+        # mlx-lm's wrapper cannot be called, and `encode` does not tell what a token covers
+        encoded = self.tokenizer._tokenizer(before + text, return_offsets_mapping=True, **options)
+        tokens: list[tuple[int, int, int]] = []
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            if start >= len(before):
+                tokens.append((token, start - len(before), end - len(before)))
+            elif text[: max(end - len(before), 0)].strip():
+                return None
+        return tokens
 
     def _rewrites(self, system: Sequence[Message], *, thinks: bool) -> bool:
         messages: list[Message] = [*system, {"role": "user", "content": "question 0"}]
@@ -198,27 +317,22 @@ class ChatEncoder:
             list(messages), add_generation_prompt=True, tokenize=False, **self.template_kwargs
         )
 
-    def _limited(self, texts: Sequence[str], max_content: int | None) -> tuple[list[list[int]], bool]:
-        """The tokens of each text, at most max_content in all, and whether some had to go."""
-        words = [self._words(text) for text in texts]
-        if max_content is None:
-            return words, False
-        kept: list[list[int]] = []
-        for token_ids in words:
-            kept.append(token_ids[: max_content - sum(map(len, kept))])
-        return kept, kept != words
-
-    def _words(self, text: str) -> list[int]:
-        """Text in which a spelled control token stays text."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-
-    def _encoded(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Text in which a control token is one; a template brings its own beginning, plain text the tokenizer's."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(tokens))) or "(?!)")  # no token: matches nothing
+    return re.compile(f"({'|'.join(map(re.escape, sorted(tokens))) or '(?!)'})")  # no token: matches nothing
+
+
+def _texts(value: object, at: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in nested fields, names among them, by where it stands."""
+    if isinstance(value, str):
+        yield at, value
+    elif isinstance(value, Mapping):
+        for name, field in value.items():
+            yield from _texts(name, at)
+            yield from _texts(field, f"{at}.{name}")
+    elif isinstance(value, Sequence):
+        for i, field in enumerate(value):
+            yield from _texts(field, f"{at}[{i}]")
 
 
 def _squeezed(text: str) -> str:
