@@ -3,12 +3,9 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false
 
-import json
 import math
 import random
 import shutil
-import sys
-import tomllib
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +14,9 @@ from mlx.utils import tree_flatten
 
 from mlxrl.policy import shares_prefixes
 from mlxrl.policy.gradient_caches import GradientCache
-from mlxrl.train import ConfigError, Observer, RewardError, RunError, make_config, open_session, train, train_step
+from mlxrl.train import ConfigError, Observer, RunError, make_config, open_session, train, train_step
+
+from .reading import lines
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
 
@@ -25,15 +24,6 @@ VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
 def steady(row):
     """A row without what differs between two runs of one config."""
     return {name: value for name, value in row.items() if not name.startswith(VOLATILE)}
-
-
-def lines(path):
-    """The objects of a file; NaN and Infinity, which are no JSON, are refused."""
-
-    def refuse(constant):
-        raise AssertionError(f"{path} has {constant}, which is no JSON")
-
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
 def test_a_run_depends_on_its_config_and_seed_and_on_no_global_state(values, tmp_path):
@@ -293,157 +283,6 @@ def test_a_run_whose_every_episode_fails_stops_with_the_first_reason(rooms, tmp_
     )
     with pytest.raises(RunError, match=r"in 3 steps in a row; the first failed with: step .* the door is stuck"):
         train(make_config(rooms(env_name=f"{tmp_path / 'stuck.py'}:stuck", steps=9)))
-
-
-MISHAPS = """
-import math
-import time
-
-calls = []
-
-
-def mishaps(trajectories, **_):
-    # by the sample of a group: raises, NaN, abstains, and three rewards
-    calls.append(len(trajectories))
-    if any(t.sample_index == 0 for t in trajectories):
-        raise KeyError("answer")
-    return [[None, math.nan, None, 0.1, 0.5, 0.9][t.sample_index] for t in trajectories]
-
-
-def sleeps(trajectories, **_):
-    if any(t.sample_index == 1 for t in trajectories):
-        time.sleep(3600)
-    return [float(t.sample_index) for t in trajectories]
-
-
-def short(trajectories, **_):
-    return [1.0]
-
-
-def late(completions, **_):
-    calls.append(1)
-    if len(calls) > 2:
-        raise KeyError("answer")
-    return [float(len(c)) for c in completions]
-"""
-
-
-@pytest.fixture
-def mishaps(tmp_path):
-    """mishaps(name, **fields of the reward) -> the reward of that name of a file of functions that break."""
-    (tmp_path / "mishaps.py").write_text(MISHAPS)
-    return lambda name, **fields: {"name": f"{tmp_path / 'mishaps.py'}:{name}"} | fields
-
-
-def test_a_reward_that_fails_on_some_rows_costs_those_rows_alone(values, tmp_path, mishaps):
-    rewards = [mishaps("mishaps"), {"name": "length", "options": {"target": 4}, "weight": 0.0}]
-    result = train(make_config(values(rewards=rewards, group_size=6, steps=3)))
-    name = rewards[0]["name"]
-    rollouts, events = (lines(tmp_path / "run" / f"{file}.jsonl") for file in ("rollouts", "events"))
-    for row in result.metrics:
-        # two groups: each time the samples 0 and 1 fail
-        assert (row["failed"], row[f"rewards/{name}/failed"], row["rewards/length/failed"]) == (4, 4, 0)
-        assert row[f"rewards/{name}/mean"] == pytest.approx(0.5)  # of 0.1, 0.5 and 0.9
-        assert (row["skipped"], row["nonfinite"]) == (0, 0)
-        assert row["grad_norm"] > 0
-    for step in (1, 2, 3):
-        raised, nan = (event for event in events if event["step"] == step)
-        groups = sorted({row["group"] for row in rollouts if row["step"] == step})
-        assert (raised["event"], raised["reward"], raised["rows"]) == ("reward", name, [[g, 0] for g in groups])
-        assert raised["reason"] == "raised KeyError: 'answer' (mishaps.py, line 12)"
-        assert (nan["event"], nan["reward"], nan["rows"]) == ("reward", name, [[g, 1] for g in groups])
-        assert "got nan" in nan["reason"]
-    for row in rollouts:
-        failed = row["sample"] in (0, 1)
-        assert (row["error"] is not None) == failed
-        assert (row["reward"] is None) == failed
-
-
-def test_a_reward_that_hangs_on_a_row_of_each_group_does_not_stop_the_run(values, tmp_path, mishaps):
-    result = train(make_config(values(rewards=[mishaps("sleeps", timeout=0.2)])))
-    assert [row["failed"] for row in result.metrics] == [2, 2]
-    assert {event["reason"] for event in lines(tmp_path / "run" / "events.jsonl")} == {"took longer than 0.2 s"}
-
-
-@pytest.mark.parametrize(
-    ("name", "reason", "last"),
-    [
-        ("short", r"must return a list of 6 rewards, got 1", 3),
-        ("late", r"raised KeyError: 'answer' \(mishaps\.py, line [0-9]+\)", 5),
-    ],
-)
-def test_a_reward_that_fails_on_every_row_of_three_steps_ends_the_run(values, tmp_path, mishaps, name, reason, last):
-    # beside one that never fails: the run would otherwise end as one without any reward
-    rewards = [{"name": "length", "options": {"target": 4}}, mishaps(name)]
-    with pytest.raises(RewardError, match=f":{name}' failed on every row in 3 steps in a row; it {reason}; mend it"):
-        train(make_config(values(rewards=rewards, steps=9)))
-    metrics = lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row[f"rewards/{rewards[1]['name']}/failed"] for row in metrics] == [0] * (last - 3) + [6] * 3
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
-
-
-def test_a_run_that_a_reward_ended_goes_on_once_it_is_mended(values, tmp_path):
-    source = tmp_path / "mended.py"
-    source.write_text("def mine(completions):\n    return [1.0]\n")
-    config = make_config(values(rewards=[{"name": f"{source}:mine"}], steps=5))
-    for steps in (3, 4):
-        with pytest.raises(RewardError, match=f"failed on every row in {steps} steps in a row"):
-            train(config, resume=steps > 3)
-    sys.modules.pop(next(name for name in sys.modules if name.startswith("mlxrl_user_mended_")))
-    source.write_text("def mine(completions):\n    return [float(len(text)) for text in completions]\n")
-    (row,) = train(config, resume=True).metrics
-    assert (row["step"], row["failed"]) == (5, 0)
-
-
-def test_a_reward_that_scores_in_one_of_several_ways_says_in_which(values, tmp_path):
-    train(make_config(values(rewards=[{"name": "math", "options": {"comparison": "as-written"}}], steps=1)))
-    told, *_ = lines(tmp_path / "run" / "events.jsonl")
-    assert told == {"step": 0, "event": "scored_by", "reward": "math", "reason": "answers as they are written"}
-
-
-def test_the_rewards_that_are_shipped_run_by_their_names_with_options_from_a_file(values, tmp_path):
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "ab", "answer": "B", "tests": ["assert True"]}\n')
-    (tmp_path / "rewards.toml").write_text("""
-        [[rewards]]
-        name = "choice"
-        [[rewards]]
-        name = "contains"
-        options = {texts = ["a", "b"]}
-        [[rewards]]
-        name = "contains"
-        options = {ignore_case = true}
-        [[rewards]]
-        name = "json_schema"
-        options = {schema = {type = ["object", "array"], required = ["a"]}}
-        [[rewards]]
-        name = "code-tests"
-        options = {seconds = 60.0}
-        [[rewards]]
-        name = "length"
-        options = {target = 3}
-    """)
-    fields = values(data={"path": str(tmp_path / "tasks.jsonl")}, steps=1)
-    rewards = tomllib.loads((tmp_path / "rewards.toml").read_text())["rewards"]
-    (row,) = train(make_config(fields | {"rewards": rewards})).metrics
-    names = ["choice", "contains", "contains#2", "json_schema", "code-tests", "length"]
-    assert [row[f"rewards/{name}/failed"] for name in names] == [0] * 6
-    rollouts = lines(tmp_path / "run" / "rollouts.jsonl")
-    assert [list(each["rewards"]) for each in rollouts] == [names] * 6
-    for each in rollouts:
-        # sampled tokens have roles of 1
-        sampled = sum(role == 1 for role in each["segments"][0]["roles"])
-        assert each["rewards"]["length"] == pytest.approx(max(0.0, 1 - abs(sampled - 3) / 3))
-        assert each["reward"] == pytest.approx(sum(each["rewards"].values()))
-
-
-def test_failures_of_an_evaluation_are_told(values, project, tmp_path, mishaps):
-    data = {"path": str(project / "tasks.jsonl"), "eval_path": str(project / "tasks.jsonl")}
-    fields = values(data=data, rewards=[mishaps("mishaps")], group_size=6, steps=1, eval={"tasks": 3})
-    train(make_config(fields))
-    evaluations, events = (lines(tmp_path / "run" / f"{name}.jsonl") for name in ("evaluations", "events"))
-    assert [(row["failed"], row["reward"]) for row in evaluations] == [(3, 0.0)] * 2  # each is sample 0 of its task
-    told = [event for event in events if event.get("evaluation")]
-    assert [(event["step"], event["rows"]) for event in told] == [(step, [[0, 0], [1, 0], [2, 0]]) for step in (0, 1)]
 
 
 def test_a_prompt_that_the_chat_template_refuses_is_named_before_anything_is_drawn(values, tiny, tmp_path):
