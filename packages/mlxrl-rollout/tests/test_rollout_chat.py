@@ -505,6 +505,14 @@ def test_a_control_token_that_takes_the_space_around_it_is_no_content():
         assert (encoded.content, encoded.cut) == ([True] * 4 + [False], False)
 
 
+def test_a_text_that_completes_a_control_token_of_the_template_stays_text():
+    encoder = prefixing_encoder("first")
+    encoder.tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    encoded = encoder.observation("/s", after_eos=False)
+    assert control_of(encoder, encoded.token_ids) == []
+    assert text_of(encoder, encoded.token_ids).replace(" ", "") == "></s>"  # its first ends the answer
+
+
 def test_where_a_text_cannot_be_told_from_its_neighbours_it_is_encoded_apart():
     # unknown characters in a row are one token, of the text and of what stands for a spelled control token
     encoder = prefixing_encoder("first", "</s>", byte_fallback=False)

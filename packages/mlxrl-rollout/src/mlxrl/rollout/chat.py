@@ -73,6 +73,7 @@ class ChatEncoder:
         control = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         self._thought = tokenizer.think_start or "<think>", tokenizer.think_end or "</think>"
         self._control = _any_of(control)
+        self._control_ids = {*tokenizer.convert_tokens_to_ids(list(control))} - {tokenizer.unk_token_id}
         # apart from its neighbours, each text would get a prefix that it has not in their midst
         self._prefixes = tokenizer.is_fast and "".join(tokenizer.tokenize("x")).startswith(PREFIX)
         # a template finds the thoughts of an answer by their marks, so there the marks are left to it
@@ -265,8 +266,11 @@ class ChatEncoder:
         placed: set[int] = set()
         prefix = self.tokenizer.convert_tokens_to_ids(PREFIX)
         for token, start, end in encoded:
-            is_control = self._control.fullmatch(text[start:end].strip())  # some cover whitespace around them
-            is_content = any(content[start:end]) and not is_control
+            own = "".join(text[i] for i in range(start, end) if content[i])
+            is_control = token in self._control_ids
+            if is_control and own.strip():
+                return None
+            is_content = bool(own) and not is_control  # some control tokens cover the whitespace around them
             if places.keys().isdisjoint(range(start, end)) or (token == prefix and end == start + 1):
                 tokens.append((token, is_content))
             elif end > start + 1:
