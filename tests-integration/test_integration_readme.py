@@ -59,7 +59,7 @@ def test_every_command_of_the_readme_is_run_by_one_of_these_tests():
     # a new command must be met by a test: these are the ones below, in the order of the README
     kinds = [re.match(r"python3 -m venv|mlxrl-cli|uvx", command) for command in commands()]
     assert [kind and kind[0] for kind in kinds] == (
-        ["python3 -m venv"] * 2 + ["mlxrl-cli"] * 5 + ["mlxrl-cli"] * 5 + ["uvx"]
+        ["python3 -m venv"] * 2 + ["mlxrl-cli"] * 5 + ["mlxrl-cli"] * 2 + ["mlxrl-cli"] * 5 + ["uvx"]
     )
 
 
@@ -86,9 +86,15 @@ def test_the_commands_for_a_run_of_ones_own_work_in_order(workplace):
     assert all("rewards/my_rewards.py:short/mean" in row for row in rows)
 
 
+def test_the_races_are_run(tmp_path):
+    for command in commands()[7:9]:
+        output = run([*shlex.split(command), "--max-tokens", "8", "--prompt-len", "8"], tmp_path)
+        assert re.search(r"^loop +[\d,]+ +\d+\.\d\dx", output, flags=re.MULTILINE), output
+
+
 def test_the_gates_pass(tmp_path):
     quick = {"mlxrl-cli toy-gate": "mlxrl-cli toy-gate --steps 20"}
-    for command in commands()[7:12]:
+    for command in commands()[9:14]:
         assert "FAIL" not in run(shlex.split(quick.get(command, command)), tmp_path)
 
 
@@ -126,16 +132,37 @@ def test_the_loss_runs_with_the_mlxrl_algo_wheel_alone(tmp_path):
     assert json.loads(gradient)[1] == pytest.approx([0.110517, 0.110517, 0], abs=1e-5)
 
 
-def test_the_figures_are_those_of_the_results_file():
-    spec = importlib.util.spec_from_file_location("learning", ROOT / "tests-integration/learning.py")
+def script(name):
+    """A script beside this file, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tests-integration/{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    learning = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(learning)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def quoted(name):
+    """What the README says between the marks of this name."""
+    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", README, flags=re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_races_are_those_of_the_results_file():
+    benchmarks = script("benchmarks")
+    results = json.loads(benchmarks.RESULTS.read_text())
+    assert quoted("bench") == benchmarks.table(results)
+    assert list(results["races"]) == list(benchmarks.RACES)
+    for report in results["races"].values():
+        assert report["failed"] == {}
+        assert report["settings"]["rounds"] == 3
+
+
+def test_the_figures_are_those_of_the_results_file():
+    learning = script("learning")
     results = json.loads(learning.RESULTS.read_text())
-    quoted = re.search(r"<!-- learning -->\n(.*?)\n<!-- /learning -->", README, flags=re.DOTALL)
-    assert quoted is not None
-    assert quoted[1] == learning.table(results)
+    assert quoted("learning") == learning.table(results)
     assert len(results["runs"]) >= 3
     for row in results["runs"]:
         assert row["reward_last"] - row["reward_first"] >= 0.3
