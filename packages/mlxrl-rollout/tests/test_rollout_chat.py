@@ -1,3 +1,8 @@
+"""What templates and tokenizers make of conversations, to the token.
+
+It is long because it holds a template of every family and a tokenizer of every kind.
+"""
+
 import re
 
 import pytest

@@ -224,7 +224,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_field_that_differs(save
         ({"seed": 4}, "seed", "0", "4"),
         ({"kl_beta": 0.5}, "kl_beta", "0.0", "0.5"),
         ({"group_size": 2}, "group_size", "3", "2"),
-        ({"environment": {"seed": 3}}, "environment.seed", "None", "3"),
+        ({"max_completion_len": 6}, "max_completion_len", "5", "6"),
     ):
         message = refusal(**fields)
         assert message.startswith(where)

@@ -207,8 +207,10 @@ def test_a_row_that_hangs_fails_and_its_thread_is_left_behind(episode):
             release.wait()
         return [1.0 for _ in completion_ids]
 
+    before = set(threading.enumerate())
     scored = score_rewards(episodes, [NamedReward("slow", 1.0, slow, timeout=0.2)], log)
-    left = [thread for thread in threading.enumerate() if thread.name == "mlxrl-reward"]
+    left = set(threading.enumerate()) - before
+    assert {thread.name for thread in left} == {"mlxrl-reward"}
     assert [t.error for t in scored] == [None, "reward 'slow' took longer than 0.2 s", None]
     assert log.faults == [RewardFault("slow", "took longer than 0.2 s", ((0, 1),))]
     assert len(left) == 2  # the call with all rows, and that with the row that hangs
