@@ -18,6 +18,8 @@ RACES = {
     "64 rows of 256 tokens": ("rollout", "--ends", "never"),
     "64 rows that end early": ("rollout", "--ends", "early"),
     "16 episodes of 3 turns": ("multiturn",),
+    "32 episodes of 3 turns": ("multiturn", "--tasks", "4"),
+    "32 episodes, weights merged": ("multiturn", "--tasks", "4", "--weights", "merged"),
 }
 
 
@@ -41,7 +43,9 @@ def race(command: tuple[str, ...]) -> dict[str, Any]:
         program = str(Path(sys.executable).with_name("mlxrl-cli"))
         options = ("--rounds", "3", "--against", PEER, "--json", str(report))
         subprocess.run([program, "bench", *command, *options], check=True)
-        return json.loads(report.read_text())
+        found = json.loads(report.read_text())
+    del found["settings"]["json"]  # a path of one machine
+    return found
 
 
 def table(results: dict[str, Any]) -> str:
