@@ -31,7 +31,8 @@ BACKWARD_BLOCKS = 1.4  # without checkpointing, on top of what all blocks keep (
 CHECKPOINT_BLOCKS = 3.3  # with it, on top of the block inputs: recomputed block, cotangents (measured 2.9 and 3.2)
 
 # --- The head --------------------------------------------------------------------------------------------------------
-HEAD_CHUNK_LOGITS = 2**25  # logits of a chunk when no chunk is given, as `mlxrl.policy.score` has it
+HEAD_CHUNK_LOGITS = 2**22  # logits of a chunk when no chunk is given, as `mlxrl.policy.score` has it
+HEAD_CHUNK_POSITIONS = 128  # and at least so many positions
 HEAD_COPIES = 6.5  # float32 arrays of a chunk's logits, its slopes computed beside it (measured 6.4; 4.3 without)
 HEAD_CHUNKS = 2.3  # chunks whose arrays exist at once, the host launching ahead (measured 1.9 of 2, 2.2 of 4)
 

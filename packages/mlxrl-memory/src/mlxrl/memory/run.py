@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from mlxrl.memory.constants import HEAD_CHUNK_LOGITS, HEAD_CHUNKS
+from mlxrl.memory.constants import HEAD_CHUNK_LOGITS, HEAD_CHUNK_POSITIONS, HEAD_CHUNKS
 from mlxrl.memory.layers import Recurrence
 
 
@@ -31,7 +31,7 @@ class RunShape:
         optimizer_states: float32 values the optimizer keeps per adapter element (Adam: 2).
         has_reference: whether a reference forward runs (kl_beta > 0): the same weights with the adapter off.
         has_reference_adapter: whether the reference has an adapter of its own, that the run started from.
-        score_chunk: positions per chunk of the head; None for as many as give 2**25 logits.
+        score_chunk: positions per chunk of the head; None for as many as give 2**22 logits, but 128 at least.
         recurrence: how gated-delta layers run in training: "unrolled" is mlx-lm's loop, which keeps two recurrent
             states a token; "fused" is a chunked kernel. Without such layers it means nothing.
     """
@@ -107,5 +107,6 @@ class RunShape:
 
     def head_positions(self, vocab_size: int) -> int:
         """Positions whose logits exist at once in the update."""
-        chunk = max(1, HEAD_CHUNK_LOGITS // vocab_size) if self.score_chunk is None else self.score_chunk
+        by_default = max(HEAD_CHUNK_POSITIONS, HEAD_CHUNK_LOGITS // vocab_size)
+        chunk = by_default if self.score_chunk is None else self.score_chunk
         return min(math.ceil(HEAD_CHUNKS * chunk), self.micro_batch_tokens)

@@ -12,9 +12,11 @@ from mlxrl.policy.head import Head, blocks_of, split_head
 from mlxrl.policy.head_rows import chunks_with_slopes, recomputed_chunks, row_scorer
 from mlxrl.policy.shared_prefix import plan_reading, read, shares_prefixes
 
-# Logits that one chunk of the head may hold: 2^25 float32 values are 128 MiB, whatever the vocabulary; with a gradient
-# some six arrays of that size live at a time.
-CHUNK_LOGITS = 2**25
+# Logits that one chunk of the head may hold: 2^22 float32 values are 16 MiB, and with a gradient some six arrays of
+# that size live at a time, of two chunks or more. A large vocabulary still gets positions enough to keep its products
+# busy.
+CHUNK_LOGITS = 2**22
+CHUNK_POSITIONS = 128
 
 
 class Scores(NamedTuple):
@@ -46,7 +48,8 @@ def score(
         token_ids: int `[B, T]`, right-padded with any valid id.
         mask: bool or number `[B, T]`, non-zero at the tokens to score; column 0 has nothing before it and must be 0.
         temperature: sampling temperature above 0, a number or `[B, T]`.
-        chunk_size: positions per chunk of the head; by default as many as keep a chunk within 2^25 logits.
+        chunk_size: positions per chunk of the head; by default as many as keep a chunk within 2^22 logits, but 128 at
+            least.
         with_gradient: whether a gradient will be taken. It is the same either way: where nothing in the head is
             trained, True computes the head's part of it beside the logits, and the backward pass need not run the
             head again.
@@ -87,7 +90,7 @@ def score(
     hidden_H_D, places_R_W = read(model, trunk, inputs, reading)
     hidden_M_D = hidden_H_D[mx.array(places_R_W[read_M, columns_M - 1])]
 
-    size = chunk_size or max(1, CHUNK_LOGITS // _vocabulary_size(head, hidden_M_D))
+    size = chunk_size or max(CHUNK_POSITIONS, CHUNK_LOGITS // _vocabulary_size(head, hidden_M_D))
     parameters = _outside_the_blocks(model)
     scorer = row_scorer(model, head, list(parameters))
     if with_gradient and halves is not None and not parameters:
