@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of rows of hidden states through the head, a chunk of rows at a time.
 
-In both passes a chunk waits for the one before it (`mx.depends`): left to itself, MLX starts many chunks and holds the
-logits of all.
+In both passes a chunk depends on the one before it (`mx.depends`): left to itself, MLX starts many chunks and holds the
+logits of all. On the CPU, where the host allocates ahead, the arrays of about two chunks still exist at once.
 """
 
 from collections.abc import Callable
