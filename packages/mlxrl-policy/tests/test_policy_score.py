@@ -35,6 +35,24 @@ def test_scores_are_those_of_the_whole_models_logits(policy, architecture, token
     assert scores.logprobs.dtype == scores.entropy.dtype == mx.float32
 
 
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize("chunk_size", [3, None])
+def test_first_choices_are_those_of_the_whole_models_logits(
+    policy, architecture, tokens, mask, chunk_size, with_gradient
+):
+    model = policy(architecture)
+    likeliest = np.array(model(mx.array(tokens[:, :-1]))).argmax(axis=-1)
+    tokens = tokens.copy()
+    tokens[0, -1] = likeliest[0, -1]  # last, so that nothing else of the row changes
+    mask = mask.copy()
+    mask[0, -1] = True
+    scores = score(model, tokens, mask, temperature=0.7, chunk_size=chunk_size, with_gradient=with_gradient)
+    expected = (tokens[:, 1:] == likeliest) & mask[:, 1:]
+    np.testing.assert_array_equal(np.array(scores.is_top)[:, 1:], expected)
+    assert scores.is_top.dtype == mx.float32
+    assert 1 <= expected.sum() < mask.sum()
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])  # a tied and an untied head
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_heads_score_as_the_model_does(policy, tokens, mask, architecture, bits):
@@ -118,14 +136,18 @@ def test_the_entropy_of_a_uniform_and_of_a_certain_choice(policy, tokens, mask):
     scores = score(uniform, tokens, mask)
     np.testing.assert_allclose(np.array(scores.entropy)[mask], np.log(101), rtol=1e-6)
     np.testing.assert_allclose(np.array(scores.logprobs)[mask], -np.log(101), rtol=1e-6)
+    assert np.array(scores.is_top)[mask].all()  # nothing is likelier
     certain = Doctored(policy("qwen3"), lambda logits: 0 * logits + 1e4 * (mx.arange(101) == 7))
-    assert mx.abs(score(certain, tokens, mask).entropy).max() == 0
+    scores = score(certain, tokens, mask)
+    assert mx.abs(scores.entropy).max() == 0
+    np.testing.assert_array_equal(scores.is_top, (tokens == 7) & mask)
 
 
 def test_tokens_that_are_not_scored_are_zero(policy, tokens, mask):
     scores = score(policy("qwen3"), tokens, mask)
     assert not np.array(scores.logprobs)[~mask].any()
     assert not np.array(scores.entropy)[~mask].any()
+    assert not np.array(scores.is_top)[~mask].any()
     assert np.array(scores.logprobs)[mask].all()
 
 

@@ -171,6 +171,7 @@ def test_the_step_metrics_of_an_algorithm_and_the_loss_of_the_world_model_are_lo
     assert metrics["anchor_share"] == pytest.approx(len(shared) / len(states))
     assert metrics["anchor_group_size"] == pytest.approx(len(states) / len(set(states)))
     assert metrics["loss_echo"] > 0
+    assert 0 <= metrics["echo_accuracy"] < 1
     assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.1 * metrics["loss_echo"], rel=1e-5)
     assert (np.array(batch.view.roles) == 2).any()
 

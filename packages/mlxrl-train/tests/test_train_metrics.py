@@ -108,6 +108,11 @@ def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(policy, 
         episode(0, (1,), reward=0.0, seed=1),
         episode(1, (3,), reward=0.5, seed=2),  # alone in its group: run for the KL and the world model's sake only
     ]
+    # the world model foresees one of its two tokens
+    (first, _) = np.flatnonzero(episodes[0].segments[0].roles == Role.ECHO)
+    token_ids = episodes[0].segments[0].token_ids.copy()
+    token_ids[first] = np.array(model(mx.array(token_ids[None, :first]))).argmax(axis=-1)[0, -1]
+    episodes[0] = replace(episodes[0], segments=(replace(episodes[0].segments[0], token_ids=token_ids),))
     given = {"rewards": [[1.0], [0.0], [0.5]], "reward_weights": [1.0], "temperature": 0.8, "reference": True}
     batch = make_batch(model, episodes, algorithm, old=True, **given)
     shift = mx.array(np.random.default_rng(0).uniform(-0.3, 0.3, batch.weights.shape).astype(np.float32))
@@ -115,7 +120,7 @@ def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(policy, 
     objective = Objective(algorithm, beta=0.2, echo_alpha=0.3)
     _, metrics = batch_gradient(model, batch, objective, **limits)
 
-    policy = kl = echo = ratios = clipped = entropy = difference = largest = 0.0
+    policy = kl = echo = foreseen = ratios = clipped = entropy = difference = largest = 0.0
     advantages = {0: 0.5 / (0.5 + 1e-6), 1: -0.5 / (0.5 + 1e-6), 2: 0.0}  # mean and deviation of (1, 0) are 0.5
     count, echo_count = 6 + 1 + 3, 2
     for row, trajectory in enumerate(episodes):
@@ -131,6 +136,7 @@ def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(policy, 
             column, trained = trained, trained + 1
             if role == Role.ECHO:
                 echo -= logp / echo_count
+                foreseen += (scaled.argmax() == segment.token_ids[place]) / echo_count
                 continue
             rho = math.exp(logp - batch.view.old_logprobs[row, column].item())
             d = logp - batch.view.reference_logprobs[row, column].item()
@@ -143,12 +149,14 @@ def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(policy, 
             gap = abs(logp - segment.sampler_logprobs[place])
             difference, largest = difference + gap / count, max(largest, gap)
     assert 0 < clipped < 1
+    assert foreseen == 0.5
     assert metrics == pytest.approx(
         {
             "loss": policy + 0.2 * kl + 0.3 * echo,
             "policy_loss": policy,
             "kl": kl,
             "loss_echo": echo,
+            "echo_accuracy": foreseen,
             "ratio": ratios,
             "clip_ratio": clipped,
             "entropy": entropy,

@@ -160,8 +160,9 @@ def test_options_that_are_off_leave_the_gradient_bit_for_bit(policy, four, name)
     expected = flat(batch_gradient(model, plain, Objective(algorithm))[0])
     with_reference = batch_of(model, four, algorithm, reference=True)
     for batch in (plain, with_reference):
-        off, _ = batch_gradient(model, batch, Objective(algorithm, beta=0.0, kl_estimator="k2", echo_alpha=0.0))
+        off, metrics = batch_gradient(model, batch, Objective(algorithm, beta=0.0, kl_estimator="k2", echo_alpha=0.0))
         np.testing.assert_array_equal(flat(off), expected)
+        assert not {"loss_echo", "echo_accuracy"} & metrics.keys()
 
 
 @pytest.mark.parametrize("name", algorithm_names())

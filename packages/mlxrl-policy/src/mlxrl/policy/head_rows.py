@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of rows of hidden states through the head, a chunk of rows at a time.
+"""What the head says of rows of hidden states and their targets, a chunk of rows at a time.
 
 In both passes a chunk depends on the one before it (`mx.depends`): left to itself, MLX starts many chunks and holds the
 logits of all. On the CPU, where the host allocates ahead, the arrays of about two chunks still exist at once.
@@ -13,8 +13,10 @@ from mlx.utils import tree_unflatten
 
 from mlxrl.policy.head import Head
 
-RowScorer = Callable[[list[mx.array], mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
-Results = tuple[mx.array, mx.array]
+Results = tuple[mx.array, mx.array, mx.array]
+"""Log-probabilities of the targets, entropies, and 1 where the target is the likeliest choice; float32."""
+WithSlopes = tuple[mx.array, mx.array, mx.array, mx.array]
+RowScorer = Callable[[list[mx.array], mx.array, mx.array, mx.array], Results]
 
 
 def row_scorer(model: nn.Module, head: Head, names: list[str]) -> RowScorer:
@@ -27,10 +29,11 @@ def row_scorer(model: nn.Module, head: Head, names: list[str]) -> RowScorer:
         exp_C_V = mx.exp(shifted_C_V)
         total_C = exp_C_V.sum(axis=-1)
         log_total_C = mx.log(total_C)
-        logprobs_C = mx.take_along_axis(shifted_C_V, targets_C[:, None], axis=-1)[:, 0] - log_total_C
+        target_C = mx.take_along_axis(shifted_C_V, targets_C[:, None], axis=-1)[:, 0]
         # entropy = log total - mean of the shifted logits; a logit of -inf has weight 0 there, not NaN
         mean_C = mx.where(exp_C_V > 0, exp_C_V * shifted_C_V, 0).sum(axis=-1) / total_C
-        return logprobs_C, mx.stop_gradient(log_total_C - mean_C)
+        is_top_C = (target_C == 0).astype(mx.float32)  # the largest logit was shifted to 0
+        return target_C - log_total_C, mx.stop_gradient(log_total_C - mean_C), mx.stop_gradient(is_top_C)
 
     return run
 
@@ -48,14 +51,14 @@ def recomputed_chunks(
             if results:
                 (hidden_C_D,) = mx.depends([hidden_C_D], list(results[-1]))
             results.append(score_rows(parameters, hidden_C_D, *about))
-        logprobs, entropies = ([result[i] for result in results] for i in (0, 1))
-        return mx.concatenate(logprobs), mx.concatenate(entropies)
+        logprobs_M, entropy_M, is_top_M = (mx.concatenate(list(parts)) for parts in zip(*results, strict=True))
+        return logprobs_M, entropy_M, is_top_M
 
     def backward(
         primals: tuple[list[mx.array], mx.array], cotangents: Results, outputs: Results
     ) -> tuple[list[mx.array], mx.array]:
         parameters, hidden_M_D = primals
-        cotangent_M = cotangents[0]  # the entropy carries no gradient
+        cotangent_M = cotangents[0]  # the others carry no gradient
         sums, slopes = [mx.zeros_like(value) for value in parameters], []
         chunks = zip(
             *(mx.split(values, cuts) for values in (hidden_M_D, cotangent_M)), targets, temperatures, strict=True
@@ -79,8 +82,8 @@ def recomputed_chunks(
 
 def chunks_with_slopes(
     score_rows: RowScorer, size: int, targets_M: mx.array, temperature_M: mx.array
-) -> Callable[[mx.array], tuple[mx.array, mx.array, mx.array]]:
-    """`score_rows` of a frozen head on `size` rows at a time, with d logprob / d hidden of each row as a third result.
+) -> Callable[[mx.array], WithSlopes]:
+    """`score_rows` of a frozen head on `size` rows at a time, with d logprob / d hidden of each row as a last result.
 
     Rows do not see each other, so one product with the head's transpose gives the slopes of all rows of a chunk while
     its logits are there, and the backward pass only scales them: the head is never run again. The slopes have the
@@ -88,8 +91,8 @@ def chunks_with_slopes(
     """
     cuts = list(range(size, targets_M.size, size))
 
-    def forward(hidden_M_D: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        results: list[tuple[mx.array, mx.array, mx.array]] = []
+    def forward(hidden_M_D: mx.array) -> WithSlopes:
+        results: list[WithSlopes] = []
         chunks = zip(*(mx.split(values, cuts) for values in (hidden_M_D, targets_M, temperature_M)), strict=True)
         for hidden_C_D, targets_C, temperature_C in chunks:
 
@@ -99,17 +102,13 @@ def chunks_with_slopes(
             if results:
                 (hidden_C_D,) = mx.depends([hidden_C_D], list(results[-1]))
             ones_C, zeros_C = mx.ones_like(temperature_C), mx.zeros_like(temperature_C)
-            (logprobs_C, entropy_C), (slope_C_D,) = mx.vjp(rows, [hidden_C_D], [ones_C, zeros_C])
-            results.append((logprobs_C, entropy_C, slope_C_D))
-        logprobs, entropies, slopes = (mx.concatenate([result[i] for result in results]) for i in range(3))
-        return logprobs, entropies, slopes
+            (logprobs_C, entropy_C, is_top_C), (slope_C_D,) = mx.vjp(rows, [hidden_C_D], [ones_C, zeros_C, zeros_C])
+            results.append((logprobs_C, entropy_C, is_top_C, slope_C_D))
+        logprobs_M, entropy_M, is_top_M, slope_M_D = (mx.concatenate(list(p)) for p in zip(*results, strict=True))
+        return logprobs_M, entropy_M, is_top_M, slope_M_D
 
-    def backward(
-        hidden_M_D: mx.array,
-        cotangents: tuple[mx.array, mx.array, mx.array],
-        outputs: tuple[mx.array, mx.array, mx.array],
-    ) -> mx.array:
-        return (cotangents[0][:, None] * outputs[2]).astype(hidden_M_D.dtype)
+    def backward(hidden_M_D: mx.array, cotangents: WithSlopes, outputs: WithSlopes) -> mx.array:
+        return (cotangents[0][:, None] * outputs[3]).astype(hidden_M_D.dtype)
 
     run: Any = mx.custom_function(forward)
     run.vjp(backward)

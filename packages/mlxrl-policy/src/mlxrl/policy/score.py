@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens under the policy."""
+"""What the policy says of given tokens: log-probabilities, entropies, and whether they are its first choice."""
 
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ class Scores(NamedTuple):
 
     logprobs: mx.array
     entropy: mx.array
+    is_top: mx.array
+    """1 where no token is likelier."""
 
 
 def score(
@@ -38,7 +40,7 @@ def score(
     """log softmax(logits / temperature) of each masked token given the tokens before it, and the entropy there.
 
     The head runs at the masked positions alone, `chunk_size` of them at a time: no array of B x T x V values exists in
-    either pass. The entropy carries no gradient.
+    either pass. The log-probability alone carries a gradient.
 
     What rows begin with in common runs through the trunk once, with its gradient, where that saves a fifth of the
     padded tokens, the model's caches allow it and no dropout acts (each row draws masks of its own).
@@ -77,7 +79,7 @@ def score(
     rows_M, columns_M = np.nonzero(mask_B_T)
     if rows_M.size == 0:
         zeros = mx.zeros(token_ids_B_T.shape)
-        return Scores(zeros, zeros)
+        return Scores(zeros, zeros, zeros)
     targets_M = mx.array(token_ids_B_T[rows_M, columns_M].astype(np.int32))
     temperature_M = mx.array(temperature_B_T[rows_M, columns_M])
 
@@ -94,15 +96,14 @@ def score(
     parameters = _outside_the_blocks(model)
     scorer = row_scorer(model, head, list(parameters))
     if with_gradient and halves is not None and not parameters:
-        logprobs_M, entropy_M, _ = chunks_with_slopes(scorer, size, targets_M, temperature_M)(hidden_M_D)
+        *results, _ = chunks_with_slopes(scorer, size, targets_M, temperature_M)(hidden_M_D)
     else:
-        run = recomputed_chunks(scorer, size, targets_M, temperature_M)
-        logprobs_M, entropy_M = run(list(parameters.values()), hidden_M_D)
+        results = recomputed_chunks(scorer, size, targets_M, temperature_M)(list(parameters.values()), hidden_M_D)
 
     places = np.full(token_ids_B_T.shape, rows_M.size, dtype=np.int32)  # unscored tokens read the 0 at the end
     places[rows_M, columns_M] = np.arange(rows_M.size)
     places_B_T, zero = mx.array(places), mx.zeros(1)
-    return Scores(*(mx.concatenate([values, zero])[places_B_T] for values in (logprobs_M, entropy_M)))
+    return Scores(*(mx.concatenate([values, zero])[places_B_T] for values in results))
 
 
 def _identity(logits: mx.array) -> mx.array:

@@ -31,11 +31,12 @@ Number = TypeVar("Number", mx.array, float)
 
 
 class _Sums(NamedTuple, Generic[Number]):
-    """Sums over the ACTION tokens of a micro-batch, besides the loss; divided by their count at the end."""
+    """Sums over the tokens of a micro-batch, besides the loss; of ACTION tokens, divided by their count at the end."""
 
     policy_loss: Number
     kl: Number
     echo_loss: Number
+    echo_accuracy: Number
     tokens: Number
     ratio: Number
     clipped: Number
@@ -83,8 +84,8 @@ def optimizer_step(
 
     Returns:
         loss, policy_loss, kl, grad_norm, ratio, clip_ratio, entropy, sampling_logp_difference/mean and /max,
-        scored_rows, skipped, nonfinite, and with echo_alpha loss_echo; means are over the ACTION tokens of the scored
-        rows.
+        scored_rows, skipped, nonfinite, and with echo_alpha loss_echo and echo_accuracy (share of the ECHO tokens
+        that were the likeliest); means are over the ACTION tokens of the scored rows.
     """
     if use_checkpoint is not None:
         checkpoint_blocks(model, enabled=use_checkpoint)
@@ -181,6 +182,7 @@ def batch_gradient(
     metrics = {"loss": loss, "scored_rows": float(sum(map(len, cuts))), **_means(sums)}
     if objective.echo_alpha:
         metrics["loss_echo"] = sum(part.echo_loss for part in sums)
+        metrics["echo_accuracy"] = sum(part.echo_accuracy for part in sums)
     return gradient, metrics
 
 
@@ -210,7 +212,7 @@ def _micro_batch_loss(
     mask = (roles == int(Role.ACTION)).astype(mx.float32)
 
     def loss() -> tuple[mx.array, ...]:
-        logprobs, entropy = score_micro_batch(
+        logprobs, entropy, is_top = score_micro_batch(
             model,
             [batch.segments[row] for row in rows],
             roles.shape[1],
@@ -223,13 +225,14 @@ def _micro_batch_loss(
             # without old log-probs the policy that scored the batch is the one at hand
             corrected = weights * objective.correction(logprobs if old is None else old, sampler, mask)
         policy_loss = (corrected * algorithm.token_loss(logprobs, old, reference, advantages, mask)).sum()
-        total, kl, echo_loss = policy_loss, mx.zeros(()), mx.zeros(())
+        total, kl, echo_loss, echo_accuracy = policy_loss, mx.zeros(()), mx.zeros(()), mx.zeros(())
         if objective.beta and reference is not None:
             estimator = objective.kl_estimator or algorithm.kl_estimator
             kl = (weights * kl_penalty(logprobs, reference, estimator, mask=mask)).sum()
             total = total + objective.beta * kl
         if objective.echo_alpha:
             echo_loss = -(batch.echo_weights[index] * logprobs).sum()
+            echo_accuracy = (batch.echo_weights[index] * is_top).sum()
             total = total + objective.echo_alpha * echo_loss
         ratio = algorithm.ratio(logprobs, old, mask)
         difference = mx.abs(logprobs - sampler) * mask
@@ -237,6 +240,7 @@ def _micro_batch_loss(
             policy_loss=policy_loss,
             kl=kl,
             echo_loss=echo_loss,
+            echo_accuracy=echo_accuracy,
             tokens=mask.sum(),
             ratio=(ratio * mask).sum(),
             clipped=(algorithm.clipped(ratio, advantages) * mask).sum(),
