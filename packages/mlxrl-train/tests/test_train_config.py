@@ -40,6 +40,14 @@ BAD = {
         r"rewards\.0\.wieght: unknown key; did you mean 'weight'\?",
     ),
     "an unknown key like no other": ("[checkpoint]\nzzz = 1", r"checkpoint\.zzz: unknown key; known are every, keep\."),
+    "a place that numbers cannot go to": (
+        '[logging]\nto = ["wandb"]',
+        r"logging\.to\.0: should be 'jsonl', got 'wandb' \(str\)\.",
+    ),
+    "a step that never comes": (
+        "[logging]\nfull_score_every = -1",
+        r"logging\.full_score_every: should be greater than or equal to 0, got -1 \(int\)\.",
+    ),
     "an unknown section": ("[samplng]\ntop_k = 1", r"samplng: unknown key; did you mean 'sampling'\?"),
     "a rate that is no number": (
         "[optimizer]\nlearning_rate = nan",
@@ -454,7 +462,18 @@ def test_an_override_without_a_name_or_a_value_is_refused(text):
 def test_the_schema_is_json_and_describes_every_field():
     schema = json.loads(config_schema())
     assert schema["properties"].keys() == TrainConfig.model_fields.keys()
-    sections = ("optimizer", "sampling", "algorithm", "update", "rollout", "data", "environment", "eval", "checkpoint")
+    sections = (
+        "optimizer",
+        "sampling",
+        "algorithm",
+        "update",
+        "rollout",
+        "data",
+        "environment",
+        "eval",
+        "checkpoint",
+        "logging",
+    )
     for name, field in schema["properties"].items():
         assert "description" in field or name in sections, name
     for name, section in schema["$defs"].items():

@@ -152,6 +152,8 @@ CHANGES = {
     "eval.temperature": ("jsonl", HELD_OUT, 1.0, "evaluations"),
     "checkpoint.every": ("jsonl", TWO, 1, "files"),
     "checkpoint.keep": ("jsonl", TWO | {"checkpoint.every": 1}, 1, "files"),
+    "logging.to": ("jsonl", {}, ["somewhere"], "error"),
+    "logging.full_score_every": ("jsonl", CONSTANT, 0, "metrics"),
 }
 # Fields that must change nothing of what is learned, only how it is computed.
 NEUTRAL = (

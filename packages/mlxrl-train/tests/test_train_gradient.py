@@ -74,6 +74,10 @@ def gradient_of(model, batch, algorithm, mode, **limits):
     return flat(gradient), metrics
 
 
+def without_passes(metrics):
+    return {name: value for name, value in metrics.items() if name != "forwards/score"}
+
+
 def distance(a, b):
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
@@ -92,7 +96,8 @@ def test_the_gradient_is_the_same_for_every_cut_and_order(policy, episodes, name
     for limits in LIMITS if old else LIMITS[:1]:
         got, cut_metrics = gradient_of(model, whole, algorithm, mode, **limits)
         assert distance(got, expected) < 5e-6, limits
-        assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5), limits
+        assert cut_metrics.pop("forwards/score") > metrics["forwards/score"]
+        assert cut_metrics == pytest.approx(without_passes(metrics), rel=1e-4, abs=1e-5), limits
     order = [3, 6, 0, 5, 2, 4, 1]
     shuffled = batch_of(model, [episodes[i] for i in order], algorithm, beta=beta, old=old)
     got, _ = gradient_of(model, shuffled, algorithm, mode, max_rows=2)
@@ -297,7 +302,7 @@ def test_prompts_that_are_shared_leave_the_gradient_of_rows_read_alone(load, ali
     alone_batch = batch_of(model, alike, algorithm, beta=beta, old=old)
     alone, alone_metrics = gradient_of(model, alone_batch, algorithm, mode, max_rows=1)
     assert distance(together, alone) < 5e-6
-    assert metrics == pytest.approx(alone_metrics, rel=1e-4, abs=1e-5)
+    assert without_passes(metrics) == pytest.approx(without_passes(alone_metrics), rel=1e-4, abs=1e-5)
     object.__setattr__(model, "_prefixes_are_shareable", True)
     for limits in ({"max_rows": 4}, {"max_rows": 3}, {"max_tokens": 60}):
         assert distance(gradient_of(model, batch, algorithm, mode, **limits)[0], alone) < 5e-6, limits

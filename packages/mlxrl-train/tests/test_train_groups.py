@@ -171,7 +171,8 @@ def test_a_correction_changes_nothing_where_the_sampler_is_the_policy(policy, of
 
 
 def make_scores(policy, batch):
-    return score_trajectories(policy, batch.segments, batch.view.roles, temperature=0.7, pad_token_id=0)
+    options = {"rows": range(batch.size), "temperature": 0.7, "pad_token_id": 0}
+    return score_trajectories(policy, batch.segments, batch.view.roles, **options)[0]
 
 
 def test_the_roles_of_rollouts_and_losses_are_the_same_numbers():

@@ -123,13 +123,14 @@ def count_passes():
 @pytest.mark.parametrize(
     ("fields", "passes"),
     [
-        ({}, 1),  # the update
-        ({"kl_beta": 0.1}, 2),  # and the reference
-        ({"update": {"updates_per_batch": 3}}, 4),  # the old policy, three updates
-        ({"update": {"minibatches": 2}}, 3),  # the old policy, two halves
-        ({"kl_beta": 0.1, "algorithm": {"name": "rloo", "kl_placement": "reward"}}, 3),  # old and reference, for k1
-        ({"update": {"max_tokens_per_micro_batch": 1}}, 6),  # each of the six rows alone
-        ({"micro_batch_size": 4}, 2),
+        # of the old policy, of the reference, of the updates
+        ({}, (0, 0, 1)),
+        ({"kl_beta": 0.1}, (0, 1, 1)),
+        ({"update": {"updates_per_batch": 3}}, (1, 0, 3)),
+        ({"update": {"minibatches": 2}}, (1, 0, 2)),
+        ({"kl_beta": 0.1, "algorithm": {"name": "rloo", "kl_placement": "reward"}}, (1, 1, 1)),  # both, for k1
+        ({"update": {"max_tokens_per_micro_batch": 1}}, (0, 0, 6)),  # each of the six rows alone
+        ({"micro_batch_size": 4}, (0, 0, 2)),
     ],
 )
 def test_a_step_runs_the_passes_it_needs_and_no_other(values, count_passes, fields, passes):
@@ -137,9 +138,38 @@ def test_a_step_runs_the_passes_it_needs_and_no_other(values, count_passes, fiel
     counted = count_passes(session.model)
     metrics = train_step(session, 0).metrics
     assert metrics["frac_reward_zero_std"] == 0
-    assert len(counted) == passes
+    assert len(counted) == sum(passes)
+    assert tuple(metrics[f"forwards/{kind}"] for kind in ("old", "reference", "score")) == passes
+    assert (metrics["scored_rows"], metrics["scored_share"]) == (
+        6 * max(1, fields.get("update", {}).get("updates_per_batch", 1)),
+        1,
+    )
     updates = fields.get("update", {}).get("updates_per_batch", 1) * fields.get("update", {}).get("minibatches", 1)
     assert session.optimizer.step.item() == updates
+
+
+@pytest.mark.parametrize(("every", "full_steps"), [(2, [0, 2, 4]), (3, [0, 3]), (1, [0, 1, 2, 3, 4]), (0, [])])
+def test_rows_that_teach_nothing_are_scored_in_the_steps_that_score_all(
+    values, count_passes, tmp_path, every, full_steps
+):
+    constant = tmp_path / "constant.py"
+    constant.write_text("def same(completions, **_):\n    return [0.1 for _ in completions]\n")
+    fields = values(
+        rewards=[{"name": f"{constant}:same"}],
+        logging={"full_score_every": every},
+        update={"updates_per_batch": 2},
+    )
+    session = open_session(make_config(fields))
+    passes = count_passes(session.model)
+    for step in range(5):
+        passes.clear()
+        metrics = train_step(session, step).metrics
+        full = step in full_steps
+        assert (metrics["forwards/old"], metrics["forwards/score"]) == ((1, 2) if full else (0, 0))
+        assert len(passes) == (3 if full else 0)
+        assert (metrics["scored_rows"], metrics["scored_share"]) == ((12, 1) if full else (0, 0))
+        assert (metrics["entropy"] > 0) == full
+        assert metrics["skipped"] == 2
 
 
 def test_every_pass_over_a_batch_takes_each_trajectory_once_in_another_split(values, count_passes):
@@ -257,6 +287,7 @@ def test_a_step_has_every_number_that_its_readers_know(values):
         loss grad_norm lr clip_ratio sampling_logp_difference/mean sampling_logp_difference/max num_turns failed
         num_tokens tokens_per_second peak_memory_gb rollout/decode_forwards rollout/prefill_tokens
         rollout/peak_cache_gb rollout/merged rollout/mismatch
+        scored_rows scored_share forwards/score forwards/old forwards/reference
         time/rollout time/reward time/score time/update time/step"""
     assert set(names.split()) <= metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())

@@ -87,21 +87,22 @@ def test_the_cost_of_a_step_is_that_of_all_its_draws():
 
 def test_steps_on_one_batch_are_averaged_their_maxima_taken_and_their_counts_summed():
     steps = [
-        {"loss": 1.0, "sampling_logp_difference/max": 0.5, "skipped": 1.0, "scored_rows": 4.0},
-        {"loss": 2.0, "sampling_logp_difference/max": 0.1, "skipped": 0.0, "scored_rows": 2.0},
+        {"loss": 1.0, "sampling_logp_difference/max": 0.5, "skipped": 1.0, "scored_rows": 4.0, "scored_share": 1.0},
+        {"loss": 2.0, "sampling_logp_difference/max": 0.1, "skipped": 0.0, "scored_rows": 2.0, "scored_share": 0.5},
     ]
     assert mean_metrics(steps) == {
         "loss": 1.5,
         "sampling_logp_difference/max": 0.5,
         "skipped": 1.0,
         "scored_rows": 6.0,
+        "scored_share": 0.75,
     }
     # two updates that blew up in opposite directions have no mean
     assert math.isnan(mean_metrics([{"loss": math.inf}, {"loss": -math.inf}])["loss"])
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_rows": 1}, {"max_tokens": 20}])
-def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(policy, episode, limits):
+@pytest.mark.parametrize(("limits", "passes"), [({}, 1), ({"max_rows": 1}, 3), ({"max_tokens": 19}, 2)])
+def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(policy, episode, limits, passes):
     model, algorithm = policy, make_algorithm("grpo", clip_low=0.1, clip_high=0.1)
     episodes = [
         episode(0, (4, 2), reward=1.0, echo=True),
@@ -163,6 +164,8 @@ def test_the_numbers_of_an_update_are_those_of_a_plain_loop_over_tokens(policy, 
             "sampling_logp_difference/mean": difference,
             "sampling_logp_difference/max": largest,
             "scored_rows": 3,
+            "scored_share": 1,
+            "forwards/score": passes,
         },
         rel=1e-4,
         abs=1e-6,

@@ -44,10 +44,8 @@ def adapter_of(folder):
 
 
 def scored(model, batch):
-    scores = score_trajectories(
-        model, batch.segments, batch.view.roles, temperature=batch.temperature, pad_token_id=0, max_rows=None
-    )
-    return np.array(scores)
+    options = {"rows": range(batch.size), "temperature": batch.temperature, "pad_token_id": 0}
+    return np.array(score_trajectories(model, batch.segments, batch.view.roles, **options)[0])
 
 
 @pytest.mark.parametrize("reference", ["base", "initial_adapter"])

@@ -198,12 +198,14 @@ def test_only_what_the_weights_may_have_caused_is_judged(values):
         session = open_session(make_config(values(**{"rollout": MERGED} | fields)))
         state, found = RunState(), []
         for state.step, mismatch in enumerate(mismatches, start=1):
-            found += watch_mismatch(session, state, {"rollout/mismatch": mismatch})
+            metrics = {"rollout/mismatch": mismatch or 0.0, "scored_rows": float(mismatch is not None)}
+            found += watch_mismatch(session, state, metrics)
         return [event["step"] for event in found]
 
     # 0.1 is still the policy; what comes back after a good step is told again; NaN is no policy
     assert events_of(0.1, 0.11, 0.2, 0.01, 0.11, math.nan) == [2, 5]
     assert events_of(math.nan) == [1]
+    assert events_of(0.2, None, 0.2) == [1]  # a step in which nothing was scored says nothing
     assert events_of(1.0, rollout={}) == []
     assert events_of(1.0, sampling={"top_k": 2}) == []
     assert events_of(1.0, dropout=0.1) == []

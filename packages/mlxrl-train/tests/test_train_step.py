@@ -22,6 +22,7 @@ from mlxrl.train import (
     optimizer_step,
     optimizer_step_trajectory,
 )
+from mlxrl.train.scoring import score_micro_batch
 
 
 def build(name, **options):
@@ -129,8 +130,90 @@ def test_rows_without_an_advantage_cost_no_forward_but_stay_in_the_denominator(l
     shapes = count_forwards(model)
     _, metrics = batch_gradient(model, batch, Objective(algorithm))
     assert shapes == [(2, 6)]  # two rows, of 3 + 4 tokens less the last
-    assert metrics["scored_rows"] == 2
+    assert (metrics["scored_rows"], metrics["scored_share"], metrics["forwards/score"]) == (2, 0.5, 1)
     assert np.array(batch.weights)[2, :3] == pytest.approx(1 / 15)
+
+
+@pytest.fixture
+def half_constant(episode):
+    """Two groups of two and a failed row: the first group's rewards are equal, the second's are not."""
+    return [
+        episode(0, (4,), reward=1.0, seed=1),
+        episode(0, (4,), reward=1.0, seed=2),
+        episode(1, (3,), reward=0.0, seed=3),
+        episode(1, (4,), reward=1.0, seed=4),
+        episode(1, (6,), failed=True),
+    ]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("name", sorted({*algorithm_names()} - {"reinforce++"}))  # which whitens over the whole batch
+def test_a_full_score_measures_every_row_that_counts_and_leaves_the_gradient(
+    load, half_constant, count_forwards, name, dropout
+):
+    model, algorithm = load(dropout=dropout), build(name)
+    shapes = count_forwards(model)
+
+    def update(**options):
+        batch = batch_of(model, half_constant, algorithm, **options)
+        shapes.clear()
+        mx.random.seed(1)
+        gradient, metrics = batch_gradient(model, batch, Objective(algorithm))
+        return batch, gradient, metrics, mx.random.uniform().item()
+
+    batch, gradient, metrics, drawn = update()
+    assert shapes == [(2, 6)]
+    assert (metrics["scored_rows"], metrics["scored_share"], metrics["forwards/score"]) == (2, 0.5, 1)
+    full_batch, full_gradient, full_metrics, full_drawn = update(full_score=True)
+    assert shapes == [(2, 6), (2, 6)]  # and the two rows of the constant group
+    assert (full_metrics["scored_rows"], full_metrics["scored_share"], full_metrics["forwards/score"]) == (4, 1, 2)
+    np.testing.assert_array_equal(flat(full_gradient), flat(gradient))
+    assert (full_metrics["loss"], full_drawn) == (metrics["loss"], drawn)
+    np.testing.assert_array_equal(np.array(full_batch.weights), np.array(batch.weights))
+    if not dropout:
+        scores = score_micro_batch(model, batch.segments[:4], batch.weights.shape[1], temperature=1.0, pad_token_id=0)
+        mask, sampled = batch.view.action_mask[:4], batch.view.sampler_logprobs
+        assert sampled is not None
+        difference = mx.abs(scores.logprobs - sampled[:4]) * mask
+        assert full_metrics["entropy"] == pytest.approx(((scores.entropy * mask).sum() / 15).item(), rel=1e-5)
+        assert full_metrics["sampling_logp_difference/mean"] == pytest.approx(difference.sum().item() / 15, rel=1e-5)
+        assert full_metrics["sampling_logp_difference/max"] == pytest.approx(difference.max().item(), rel=1e-5)
+        assert abs(full_metrics["entropy"] - metrics["entropy"]) > 1e-4
+
+
+def test_a_full_score_of_a_batch_without_a_signal_measures_it_and_takes_no_step(load, episode, count_forwards):
+    model, algorithm = load(), build("grpo")
+    episodes = [episode(0, (4, 2), reward=0.1, seed=i) for i in range(3)]
+    batch, before, shapes = batch_of(model, episodes, algorithm, full_score=True), adapter(model), count_forwards(model)
+    optimizer = optim.AdamW(0.1, weight_decay=0.1)
+    metrics = optimizer_step(model=model, optimizer=optimizer, batch=batch, algorithm=algorithm, micro_batch_size=2)
+    assert (metrics["skipped"], metrics["grad_norm"], metrics["loss"]) == (1, 0, 0)
+    assert (metrics["scored_share"], metrics["forwards/score"], len(shapes)) == (1, 2, 2)
+    assert metrics["entropy"] > 1
+    assert same(adapter(model), before)
+
+
+def test_old_and_reference_log_probs_are_taken_of_the_rows_whose_loss_reads_them(load, half_constant, count_forwards):
+    model, algorithm = load(), build("grpo")
+    shapes = count_forwards(model)
+
+    def scored(algorithm=algorithm, **options):
+        shapes.clear()
+        batch = batch_of(model, half_constant, algorithm, max_rows=1, **options)
+        assert len(shapes) == sum(batch.forwards.values())
+        taken = [batch.view.old_logprobs, batch.view.reference_logprobs]
+        rows = [None if v is None else np.flatnonzero(np.array(v).any(axis=1)).tolist() for v in taken]
+        assert [batch.forwards["old"], batch.forwards["reference"]] == [len(row or []) for row in rows]
+        return rows
+
+    counted, moving = [0, 1, 2, 3], [2, 3]  # the failed row counts nowhere
+    assert scored() == [None, None]
+    assert scored(old=True) == [moving, None]
+    assert scored(old=True, full_score=True) == [counted, None]
+    assert scored(reference=True) == [None, counted]
+    assert scored(reference=True, old=True) == [counted, counted]  # a KL in the loss moves every token
+    assert scored(make_algorithm("rloo", reward_beta=0.1)) == [counted, counted]  # a KL in the reward needs both
+    assert scored(make_algorithm("reinforce++")) == [None, None]
 
 
 def test_one_update_without_kl_runs_one_forward_and_each_option_adds_its_own(load, four, count_forwards):
@@ -142,15 +225,18 @@ def test_one_update_without_kl_runs_one_forward_and_each_option_adds_its_own(loa
         batch = batch_of(model, four, algorithm, old=updates > 1, reference=options.get("beta", 0) > 0)
         shapes.clear()
         batch = batch_of(model, four, algorithm, old=updates > 1, reference=options.get("beta", 0) > 0)
+        told: dict[str, float] = dict(batch.forwards)
         for _ in range(updates):
-            optimizer_step(model=model, optimizer=optim.SGD(0.1), batch=batch, algorithm=algorithm, **options)
-        return len(shapes)
+            metrics = optimizer_step(model=model, optimizer=optim.SGD(0.1), batch=batch, algorithm=algorithm, **options)
+            told["score"] = told.get("score", 0) + metrics["forwards/score"]
+        assert sum(told.values()) == len(shapes)
+        return told
 
-    assert passes() == 1
-    assert passes(beta=0.1) == 2  # the reference
-    assert passes(updates=2) == 3  # the old policy, and two updates
-    assert passes(micro_batch_size=2) == 2
-    assert passes(echo_alpha=0.1) == 1
+    assert passes() == {"old": 0, "reference": 0, "score": 1}
+    assert passes(beta=0.1) == {"old": 0, "reference": 1, "score": 1}
+    assert passes(updates=2) == {"old": 1, "reference": 0, "score": 2}
+    assert passes(micro_batch_size=2) == {"old": 0, "reference": 0, "score": 2}
+    assert passes(echo_alpha=0.1) == {"old": 0, "reference": 0, "score": 1}
 
 
 @pytest.mark.parametrize("name", algorithm_names())

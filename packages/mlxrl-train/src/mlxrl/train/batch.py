@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mlxrl.algo import Algorithm, AlgorithmBatch, echo_weights, mask_truncated, reduction_weights
 from mlxrl.policy import adapter_replaced, adapters_disabled
 from mlxrl.rollout import Role, Segment, Trajectory
-from mlxrl.train.scoring import score_trajectories
+from mlxrl.train.scoring import rows_with, score_trajectories
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,8 @@ class TrainBatch:
         weights: float32 `[B, T]`; the policy loss is `sum(weights * token_loss)`.
         echo_weights: float32 `[B, T]`; the world-model loss is `-sum(echo_weights * logprob)`.
         temperature: sampling temperature the log-probs are taken at.
+        full_score: whether an update also scores the rows that cannot move the policy, for what it measures.
+        forwards: micro-batches that went through the model to score the batch, "old" and "reference".
     """
 
     segments: tuple[tuple[Segment, ...], ...]
@@ -39,6 +41,8 @@ class TrainBatch:
     weights: mx.array
     echo_weights: mx.array
     temperature: float
+    full_score: bool
+    forwards: Mapping[str, int]
 
     @property
     def size(self) -> int:
@@ -74,12 +78,16 @@ def make_batch(
     reference: bool = False,
     reference_adapter: Mapping[str, mx.array] | None = None,
     old: bool = False,
+    full_score: bool = False,
     mask_truncated_rows: bool = False,
     pad_token_id: int = 0,
     max_tokens: int | None = None,
     max_rows: int | None = None,
 ) -> TrainBatch:
     """Lay out trajectories, score them where the algorithm needs it, and take advantages and weights.
+
+    Only rows whose loss reads old or reference log-probs are scored: those that count in it, and for old ones, unless
+    the algorithm's advantages need them, those that can move the policy.
 
     Args:
         model: the policy.
@@ -91,6 +99,7 @@ def make_batch(
         reference: score the tokens under the reference, for a KL term.
         reference_adapter: adapter of the reference, as `adapter_parameters` gave it; None is the base model.
         old: score the tokens under the current policy now, for a batch that will be used more than once.
+        full_score: see `TrainBatch`.
         mask_truncated_rows: keep truncated trajectories in the baseline but out of the loss.
         pad_token_id: id that fills rows.
         max_tokens: padded tokens of one forward pass.
@@ -102,22 +111,35 @@ def make_batch(
     segments = tuple(trajectory.segments for trajectory in trajectories)
     view = trajectory_view(trajectories, rewards, reward_weights, mask_truncated_rows=mask_truncated_rows)
 
-    def logprobs() -> mx.array:
-        limits = {"pad_token_id": pad_token_id, "max_tokens": max_tokens, "max_rows": max_rows}
-        return score_trajectories(model, segments, view.roles, temperature=temperature, **limits)
+    weights, echo = _weights(algorithm, view), echo_weights(view.echo_mask, view.counted)
+    counted = (weights != 0) | (echo != 0)
+    forwards = {"old": 0, "reference": 0}
 
-    if old or "old" in algorithm.needs_logprobs:
-        view = replace(view, old_logprobs=logprobs())
+    def logprobs(kind: str, tokens: mx.array) -> mx.array:
+        limits = {"pad_token_id": pad_token_id, "max_tokens": max_tokens, "max_rows": max_rows}
+        scored, forwards[kind] = score_trajectories(
+            model, segments, view.roles, rows=rows_with(tokens), temperature=temperature, **limits
+        )
+        return scored
+
     if reference or "reference" in algorithm.needs_logprobs:
         with adapters_disabled(model) if reference_adapter is None else adapter_replaced(model, reference_adapter):
-            view = replace(view, reference_logprobs=logprobs())
+            view = replace(view, reference_logprobs=logprobs("reference", counted))
+    if "old" in algorithm.needs_logprobs:
+        view = replace(view, old_logprobs=logprobs("old", counted))
+    advantages = algorithm.advantages(view)
+    if old and view.old_logprobs is None:
+        moving = counted if reference or full_score else (weights != 0) & (advantages != 0) | (echo != 0)
+        view = replace(view, old_logprobs=logprobs("old", moving))
     return TrainBatch(
         segments=segments,
         view=view,
-        advantages=algorithm.advantages(view),
-        weights=_weights(algorithm, view),
-        echo_weights=echo_weights(view.echo_mask, view.counted),
+        advantages=advantages,
+        weights=weights,
+        echo_weights=echo,
         temperature=temperature,
+        full_score=full_score,
+        forwards=forwards,
     )
 
 

@@ -154,6 +154,16 @@ class CheckpointConfig(Section):
     """Newest checkpoints that stay on disk."""
 
 
+class LoggingConfig(Section):
+    """[logging]: what is measured, and where it goes."""
+
+    to: tuple[Literal["jsonl"]] = ("jsonl",)
+    """Where the numbers of a step go: metrics.jsonl of the run folder, which is always written, is all there is."""
+    full_score_every: NonNegative = 20
+    """Measure entropy and mismatch on all rows in the first step and every so many after it, at the price of a forward
+    pass over rows that teach nothing; other steps measure those that have a gradient. 0 never does."""
+
+
 class TrainConfig(Section):
     """A run."""
 
@@ -239,6 +249,7 @@ class TrainConfig(Section):
     """[[rewards]]: reward functions; by default those of the environment."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

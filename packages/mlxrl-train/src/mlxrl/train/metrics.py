@@ -10,6 +10,7 @@ from mlxrl.train.reward_calls import NamedReward
 from mlxrl.train.rewards import ENVIRONMENT, RewardLog
 
 Metrics = dict[str, float]
+COUNTS = ("skipped", "nonfinite", "scored_rows", "forwards/score")
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedReward]) -> Metrics:
@@ -73,7 +74,7 @@ def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
         values = [step[name] for step in steps]
         if name.endswith("/max"):
             combined[name] = max(values)
-        elif name in ("skipped", "nonfinite", "scored_rows"):
+        elif name in COUNTS:
             combined[name] = math.fsum(values)
         else:
             combined[name] = sum(values) / len(values)  # not by fsum, which refuses inf - inf

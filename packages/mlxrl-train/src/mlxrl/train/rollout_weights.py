@@ -79,7 +79,8 @@ def watch_mismatch(session: Session, state: RunState, metrics: Metrics) -> list[
     """Lines for events.jsonl where a merged copy has become another policy than the one that is trained.
 
     A run that chose the copy itself goes on without it; one that was told to use it goes on. Nothing is judged where
-    the sampler differs from the scorer anyway: filters keep part of the vocabulary, or dropout acts in the update.
+    the sampler differs from the scorer anyway: filters keep part of the vocabulary, or dropout acts in the update; nor
+    where no row was scored.
 
     Args:
         session: the run's live objects.
@@ -87,7 +88,7 @@ def watch_mismatch(session: Session, state: RunState, metrics: Metrics) -> list[
         metrics: those of the step just taken.
     """
     engine, config = session.engine, session.config
-    if engine.weights == "shared" or not engine.sampling.full_support or config.dropout:
+    if engine.weights == "shared" or not engine.sampling.full_support or config.dropout or not metrics["scored_rows"]:
         return []
     mismatch = metrics["rollout/mismatch"]
     known, state.mismatched = state.mismatched, not mismatch <= MAX_MISMATCH  # which NaN is not either

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,12 @@ Segments = Sequence[Segment]
 
 # One more micro-batch costs about as much as so many more tokens: its passes are traced and launched all the same.
 MICRO_BATCH_TOKENS = 256
+
+
+def rows_with(tokens_B_T: mx.array) -> list[int]:
+    """Indices of the trajectories that have one of the tokens, bool `[B, T]`."""
+    has_one = cast(list[bool], tokens_B_T.any(axis=1).tolist())
+    return [row for row, found in enumerate(has_one) if found]
 
 
 def cut_micro_batches(
@@ -141,22 +147,24 @@ def score_trajectories(
     trajectories: Sequence[Segments],
     roles_B_T: mx.array,
     *,
+    rows: Sequence[int],
     temperature: float,
     pad_token_id: int,
     max_tokens: int | None = None,
     max_rows: int | None = None,
-) -> mx.array:
-    """Log-probabilities of all trained tokens, without a gradient: the old or the reference forward pass.
+) -> tuple[mx.array, int]:
+    """Log-probabilities of the trained tokens of some rows, without a gradient: the old or the reference forward pass.
 
     Returns:
-        float32 `[B, T]`, laid out as `roles_B_T`.
+        float32 `[B, T]`, laid out as `roles_B_T`, 0 in other rows; and the number of micro-batches that it took.
     """
     width = roles_B_T.shape[1]
     logprobs_B_T = mx.zeros(roles_B_T.shape)
-    every, share = range(len(trajectories)), shares_prefixes(model)
-    for rows in cut_micro_batches(trajectories, every, max_tokens=max_tokens, max_rows=max_rows, share=share):
-        parts = [trajectories[row] for row in rows]
+    share = shares_prefixes(model)
+    cuts = cut_micro_batches(trajectories, rows, max_tokens=max_tokens, max_rows=max_rows, share=share)
+    for cut in cuts:
+        parts = [trajectories[row] for row in cut]
         scores = score_micro_batch(model, parts, width, temperature=temperature, pad_token_id=pad_token_id)
-        logprobs_B_T[mx.array(rows)] = mx.stop_gradient(scores.logprobs)
+        logprobs_B_T[mx.array(cut)] = mx.stop_gradient(scores.logprobs)
         mx.eval(logprobs_B_T)  # one micro-batch's activations at a time
-    return logprobs_B_T
+    return logprobs_B_T, len(cuts)

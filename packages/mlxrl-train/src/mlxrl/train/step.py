@@ -42,7 +42,7 @@ def train_step(session: Session, step: int) -> Step:
 
     groups = sample_groups(session, step, clock)
     with clock("score"):
-        batch = _make_batch(session, groups.kept) if groups.kept else None
+        batch = _make_batch(session, groups.kept, step) if groups.kept else None
     with clock("update"):
         taken = [_update(session, part, step) for part in _optimizer_batches(session, batch, step)] or [skipped_step()]
     mx.clear_cache()  # the next rollout has other shapes; what this step freed would only pile up
@@ -53,6 +53,8 @@ def train_step(session: Session, step: int) -> Step:
         **failure_metrics(groups.reward_log, session.curriculum.rewards),
         "groups_dropped": float(groups.dropped),
         **mean_metrics(taken),
+        "forwards/old": float(batch.forwards["old"] if batch else 0),
+        "forwards/reference": float(batch.forwards["reference"] if batch else 0),
         "lr": learning_rate(config.optimizer, step, config.steps),
         **cost_metrics(groups.costs),
         "rollout/merged": float(session.engine.weights == "merged"),
@@ -67,8 +69,9 @@ def train_step(session: Session, step: int) -> Step:
     return Step(metrics, groups, batch)
 
 
-def _make_batch(session: Session, trajectories: list[Trajectory]) -> TrainBatch:
+def _make_batch(session: Session, trajectories: list[Trajectory], step: int) -> TrainBatch:
     config = session.config
+    every = config.logging.full_score_every
     return make_batch(
         session.model,
         trajectories,
@@ -79,6 +82,7 @@ def _make_batch(session: Session, trajectories: list[Trajectory]) -> TrainBatch:
         reference=config.kl_beta > 0,
         reference_adapter=session.reference_adapter,
         old=_num_updates(config) > 1,
+        full_score=every > 0 and step % every == 0,
         mask_truncated_rows=config.algorithm.mask_truncated,
         max_rows=config.micro_batch_size,
         **_limits(session),

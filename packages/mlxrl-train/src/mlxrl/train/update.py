@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +14,7 @@ from mlxrl.policy import checkpoint_blocks, dropout_active, shares_prefixes
 from mlxrl.rollout import Role
 from mlxrl.train.batch import TrainBatch
 from mlxrl.train.metrics import Metrics
-from mlxrl.train.scoring import cut_micro_batches, score_micro_batch
+from mlxrl.train.scoring import cut_micro_batches, rows_with, score_micro_batch
 
 
 class Objective(NamedTuple):
@@ -84,7 +84,8 @@ def optimizer_step(
 
     Returns:
         loss, policy_loss, kl, grad_norm, ratio, clip_ratio, entropy, sampling_logp_difference/mean and /max,
-        scored_rows, skipped, nonfinite, and with echo_alpha loss_echo and echo_accuracy (share of the ECHO tokens
+        scored_rows, scored_share (of the rows that count in the loss), forwards/score (micro-batches that went through
+        the model), skipped, nonfinite, and with echo_alpha loss_echo and echo_accuracy (share of the ECHO tokens
         that were the likeliest); means are over the ACTION tokens of the scored rows.
     """
     if use_checkpoint is not None:
@@ -109,7 +110,8 @@ def optimizer_step(
 
 def skipped_step() -> Metrics:
     """The metrics of `optimizer_step` where there was no batch to step on."""
-    return {"loss": 0.0, "scored_rows": 0.0, **_means([]), "grad_norm": 0.0, "skipped": 1.0, "nonfinite": 0.0}
+    scored = {"scored_rows": 0.0, "scored_share": 0.0, "forwards/score": 0.0}
+    return {"loss": 0.0, **scored, **_means([]), "grad_norm": 0.0, "skipped": 1.0, "nonfinite": 0.0}
 
 
 def optimizer_step_trajectory(
@@ -145,8 +147,8 @@ def batch_gradient(
 ) -> tuple[dict[str, Any] | None, Metrics]:
     """The gradient of the batch's loss with respect to the adapter, summed over micro-batches.
 
-    Rows that cannot move the policy (advantage 0 on every token, no KL, no world-model token) are not run; they
-    still count in the denominators.
+    Rows that cannot move the policy (advantage 0 on every token, no KL, no world-model token) still count in the
+    denominators. They are not run, unless `batch.full_score` has them measured, without a gradient.
 
     Args:
         model: the policy.
@@ -164,13 +166,18 @@ def batch_gradient(
         raise ValueError(
             f"beta = {objective.beta} needs reference log-probs; make the batch with compute_reference=True."
         )
-    rows = moving_rows(batch, objective)
+    counted, moving = counted_rows(batch, objective), moving_rows(batch, objective)
+    resting = sorted({*counted} - {*moving}) if batch.full_score else []
+
+    def cut_up(rows: list[int]) -> list[list[int]]:
+        share = shares_prefixes(model)
+        return cut_micro_batches(batch.segments, rows, max_tokens=max_tokens, max_rows=max_rows, share=share)
+
     parameters = model.trainable_parameters()
     gradient, loss = None, 0.0
     sums: list[_Sums[float]] = []
     with dropout_active(model):
-        share = shares_prefixes(model)
-        cuts = cut_micro_batches(batch.segments, rows, max_tokens=max_tokens, max_rows=max_rows, share=share)
+        cuts = cut_up(moving)
         for cut in cuts:
             micro_loss = _micro_batch_loss(model, batch, cut, objective, pad_token_id)
             (value, *parts), micro_gradient = nn.value_and_grad(model, micro_loss)()
@@ -179,26 +186,44 @@ def batch_gradient(
             loss += value.item()
             sums.append(_Sums[float](*(part.item() for part in parts)))
     model.update(parameters)  # the arrays themselves, not the ones the gradient was traced through
-    metrics = {"loss": loss, "scored_rows": float(sum(map(len, cuts))), **_means(sums)}
+    for cut in (measured := cut_up(resting)):
+        parts: list[Any] = list(_micro_batch_loss(model, batch, cut, objective, pad_token_id, with_gradient=False)())
+        mx.eval(parts)  # one micro-batch's activations at a time
+        sums.append(_Sums[float](*(part.item() for part in parts[1:])))
+    scored = float(sum(map(len, cuts + measured)))
+    metrics = {
+        "loss": loss,
+        "scored_rows": scored,
+        "scored_share": scored / len(counted) if counted else 0.0,
+        "forwards/score": float(len(cuts + measured)),
+        **_means(sums),
+    }
     if objective.echo_alpha:
         metrics["loss_echo"] = sum(part.echo_loss for part in sums)
         metrics["echo_accuracy"] = sum(part.echo_accuracy for part in sums)
     return gradient, metrics
 
 
+def counted_rows(batch: TrainBatch, objective: Objective) -> list[int]:
+    """Indices of the trajectories that count in the loss."""
+    counts_B_T = batch.weights != 0
+    return rows_with(counts_B_T | (batch.echo_weights != 0) if objective.echo_alpha else counts_B_T)
+
+
 def moving_rows(batch: TrainBatch, objective: Objective) -> list[int]:
     """Indices of the trajectories whose loss has a gradient."""
-    moves_B_T = (batch.weights != 0) & (batch.advantages != 0)
-    if objective.beta:
-        moves_B_T = batch.weights != 0
-    if objective.echo_alpha:
-        moves_B_T = moves_B_T | (batch.echo_weights != 0)
-    moves_B = cast(list[bool], moves_B_T.any(axis=1).tolist())
-    return [row for row, moves in enumerate(moves_B) if moves]
+    moves_B_T = batch.weights != 0 if objective.beta else (batch.weights != 0) & (batch.advantages != 0)
+    return rows_with(moves_B_T | (batch.echo_weights != 0) if objective.echo_alpha else moves_B_T)
 
 
 def _micro_batch_loss(
-    model: nn.Module, batch: TrainBatch, rows: list[int], objective: Objective, pad_token_id: int
+    model: nn.Module,
+    batch: TrainBatch,
+    rows: list[int],
+    objective: Objective,
+    pad_token_id: int,
+    *,
+    with_gradient: bool = True,
 ) -> Callable[[], tuple[mx.array, ...]]:
     """The share of some trajectories in the batch's loss, as a function of the model's parameters."""
     index = mx.array(rows, dtype=mx.int32)
@@ -218,7 +243,7 @@ def _micro_batch_loss(
             roles.shape[1],
             temperature=batch.temperature,
             pad_token_id=pad_token_id,
-            with_gradient=True,
+            with_gradient=with_gradient,
         )
         corrected = weights
         if objective.correction is not None:
