@@ -116,6 +116,28 @@ def test_a_plain_environment_passes_and_needs_no_loop():
     env.close()
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_close_of_an_environment_is_called_once_on_its_loop_and_the_loop_ends_whatever_it_does(breaks):
+    told = []
+
+    class Room(Clerk):
+        async def close(self):
+            told.append(asyncio.get_running_loop())
+            await asyncio.sleep(0)
+            if breaks:
+                raise OSError("stuck")
+
+    env = SyncEnv(room := Room())
+    env.reset()
+    if breaks:
+        with pytest.raises(OSError, match="stuck"):
+            env.close()
+    env.close()
+    assert told == room.loops
+    assert room.closed
+    assert room.loops[0].is_closed()
+
+
 class Gymnasium:
     max_turns = 1
 

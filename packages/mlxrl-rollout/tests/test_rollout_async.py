@@ -1,5 +1,6 @@
 """Environments that are async: one event loop an episode, there from reset to the end, and closed whatever ends it."""
 
+import _thread
 import asyncio
 import threading
 import time
@@ -8,6 +9,8 @@ import pytest
 
 from mlxrl.env import StopReason, ToolMathEnv
 from mlxrl.rollout import SamplingConfig, group_requests
+from mlxrl.rollout.play import Play
+from mlxrl.rollout.stage import Stage
 
 from .comparing import assert_same, engine_of
 from .environments import Chatter
@@ -121,11 +124,104 @@ def test_an_async_environment_that_is_too_slow_fails_its_row_and_closes_its_loop
 
 
 def test_an_episode_that_the_context_ends_closes_its_loop_too(lend):
-    clerk = Clerk()
+    closed_in = []
+
+    class Closes(Clerk):
+        def close(self):
+            closed_in.append(threading.get_ident())
+
+    clerk = Closes()
     (trajectory,) = play(lend, [clerk], max_context=24)
     assert trajectory.stop_reason == StopReason.context
     assert not trajectory.failed
     assert_closed(clerk)
+    assert closed_in == [*clerk.threads]
+
+
+def test_an_answer_that_comes_after_its_deadline_but_before_it_is_missed_closes_its_loop_too(lend):
+    # the first row overruns while the second keeps the host from asking after it: the host patrols and finds that the
+    # time is over, the late answer comes, and only then the episode ends
+    woken = threading.Event()
+
+    class Oversleeps(Clerk):
+        async def step(self, action):
+            self._note()
+            await asyncio.to_thread(woken.wait, 20)
+            return await super().step(action)
+
+    clerks = [Oversleeps(), Clerk()]
+    engine = engine_of(lend("qwen3"), SAMPLING, width=6, env_timeout=0.2, deterministic=False)
+    patrol = Stage.patrol
+
+    def patrols(stage):
+        before = len(stage._given_up)
+        patrol(stage)
+        if len(stage._given_up) > before:
+            woken.set()
+            assert clerks[0].cancelled.wait(10)  # closed, though its episode is not over yet
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "patrol", patrols)
+        late, good = engine.rollout(group_requests([0, 1], lambda row, *_: clerks[row], group_size=1))
+    assert (late.stop_reason, good.stop_reason) == (StopReason.timeout, StopReason.env_done)
+    for clerk in clerks:
+        assert_closed(clerk)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": False}, {"env_timeout": None}])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_rollout_that_breaks_off_closes_every_environment(lend, monkeypatch, error, options):
+    clerks = [Clerk() for _ in range(ROWS)]
+
+    def breaks(self, *_):
+        raise error
+
+    monkeypatch.setattr(Play, "_read_on", breaks)  # before the second turn, in the main thread
+    with pytest.raises(error):
+        play(lend, clerks, **{"env_timeout": 60.0, **options})
+    begun = [clerk for clerk in clerks if clerk.loops]  # where rows do not wait for one another, some were never asked
+    assert begun
+    for clerk in begun:
+        assert_closed(clerk)
+
+
+def test_ctrl_c_while_an_environment_hangs_closes_the_others_and_that_one_when_it_wakes(lend):
+    woken = threading.Event()
+
+    class Hangs(Clerk):
+        async def step(self, action):
+            self._note()
+            _thread.interrupt_main()  # as Ctrl-C does
+            woken.wait(20)
+            return "x", 0.0, False, False, {}
+
+    clerks = [Clerk(), Hangs(), Clerk()]
+    with pytest.raises(KeyboardInterrupt):
+        play(lend, clerks, env_timeout=60.0)
+    assert_closed(clerks[0])
+    assert_closed(clerks[2])
+    assert not clerks[1].cancelled.is_set()
+    woken.set()
+    assert_closed(clerks[1])
+
+
+def test_an_environment_that_cannot_close_fails_its_row_unless_something_else_failed_it(lend):
+    class Sticks(Clerk):
+        def close(self):
+            raise OSError("the door is stuck")
+
+    class Breaks(Sticks):
+        async def step(self, action):
+            self._note()
+            raise KeyError("boom")
+
+    clerks = [Sticks(), Breaks(), Clerk()]
+    stuck, broken, good = play(lend, clerks)
+    assert stuck.error == "close of the environment raised OSError: the door is stuck"
+    assert broken.error == "step of the environment raised KeyError: 'boom'"
+    assert good.stop_reason == StopReason.env_done
+    for clerk in clerks:
+        assert_closed(clerk)
 
 
 class Calls(ToolMathEnv):

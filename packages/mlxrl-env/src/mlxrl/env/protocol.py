@@ -59,7 +59,8 @@ class Environment(Protocol):
     """One episode at a time of something a model acts in by text.
 
     Its methods may be async: whoever drives it through `SyncEnv`, as rollouts do, awaits them, all calls of an
-    episode on one event loop.
+    episode on one event loop. It may have a `close()` besides, which is called once when its episode is over, however
+    that came about.
     """
 
     @property

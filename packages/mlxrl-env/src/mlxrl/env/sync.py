@@ -26,6 +26,7 @@ class SyncEnv:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._runner: asyncio.Runner | None = None
+        self._closed = False
 
     @property
     def max_turns(self) -> int:
@@ -51,10 +52,18 @@ class SyncEnv:
         return name
 
     def close(self) -> None:
-        """Cancels the tasks that are left on the event loop, and closes it. Twice is once; not while a call runs."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.close()
+        """Has the environment close itself, where it has a `close`; cancels what is left on its event loop and ends it.
+
+        Twice is once; not while a call runs.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._awaited(getattr(self._environment, "close", bool)())
+        finally:
+            if self._runner is not None:
+                self._runner.close()
 
     def _awaited(self, value: Any) -> Any:
         if not inspect.isawaitable(value):

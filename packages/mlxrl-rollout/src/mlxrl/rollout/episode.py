@@ -1,7 +1,7 @@
 """One episode on the host: the tokens so far, and the environment it is played in."""
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -111,7 +111,7 @@ class EnvironmentFailedError(Exception):
 class Episode:
     """Plays one request: `consult` asks the environment, `receive` takes its reply, `push` the model's tokens.
 
-    User code runs in `consult` alone, so that it may run in another thread, raise or hang.
+    User code runs in `consult` and `close` alone, so that it may run in another thread, raise or hang.
     """
 
     def __init__(self, request: RolloutRequest, encoder: ChatEncoder, limits: EpisodeLimits):
@@ -170,18 +170,27 @@ class Episode:
         Raises:
             EnvironmentFailedError: it raised, or returned what it must not.
         """
-        goes_on = False
         try:
             reply = self._ask()
-            is_over = reply.result is not None and self._is_over(reply.result)
-            goes_on = not is_over and not self.finished  # it may have been given up meanwhile
-            return reply
-        finally:
-            if not goes_on and self._environment is not None:
-                _asked("close", self._environment.close)
+        except EnvironmentFailedError:
+            with suppress(EnvironmentFailedError):  # what went wrong first is told
+                self.close()
+            raise
+        if reply.result is not None and self._is_over(reply.result):
+            self.close()
+        return reply
+
+    def close(self) -> None:
+        """Close the environment, if one was made; twice is once. Not while `consult` runs.
+
+        Raises:
+            EnvironmentFailedError: it raised.
+        """
+        if self._environment is not None:
+            _asked("close", self._environment.close)
 
     def receive(self, reply: Reply | EnvironmentFailedError) -> None:
-        """Take what `consult` gave; afterwards the episode is finished or the model is to speak."""
+        """Take what `consult` gave; afterwards the episode is finished, and to be closed, or the model is to speak."""
         result = reply.result
         is_over = result is not None and self._is_over(result)
         if self._action:
@@ -192,8 +201,6 @@ class Episode:
             self._stop_reason = self._why_over(result)
         else:
             self._show(reply)
-            if self.finished and self._environment is not None:  # the end came from here, where no user code may run
-                threading.Thread(target=self._environment.close, name="mlxrl-close", daemon=True).start()
 
     def time_out(self, seconds: float) -> None:
         """The environment did not answer in time: the episode fails."""

@@ -55,6 +55,7 @@ def _play(model: nn.Module, episode: Episode) -> Trajectory:
             ended = episode.push(token, logprob)
         episode.end_action()
         _ask(episode)
+    episode.close()
     return episode.trajectory(policy_version=0)
 
 

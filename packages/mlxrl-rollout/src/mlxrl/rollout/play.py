@@ -151,6 +151,9 @@ class Play:
                     self._read(self._unread.popleft())
             for episode, ticket in self._last_words:
                 self._hear(episode, ticket)
+        except BaseException:
+            self._stage.break_off([episode.close for episode in self.episodes])
+            raise
         finally:
             self._stage.close()
         self.stats.seconds = time.perf_counter() - begin
@@ -178,7 +181,7 @@ class Play:
             self._queue(rows)
 
     def _consult(self, episode: Episode) -> Ticket:
-        return self._stage.submit(self._owners[id(episode)], episode.consult)
+        return self._stage.submit(self._owners[id(episode)], episode.consult, too_late=episode.close)
 
     def _hear(self, episode: Episode, ticket: Ticket) -> None:
         begin = time.perf_counter()
@@ -186,6 +189,8 @@ class Play:
         self.stats.environment_seconds += time.perf_counter() - begin
         try:
             episode.receive(ticket.result())
+            if episode.finished:  # by the environment, which is closed already, or because nothing more fits
+                self._stage.submit(self._owners[id(episode)], episode.close)
         except EnvironmentFailedError as fault:
             episode.receive(fault)
         except OverrunError:

@@ -4,11 +4,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 NUM_THREADS = 64
 # How often a waiting host looks whether a call has overrun, in seconds; an answer in time is never waited for.
 PATROL = 0.05
+# Seconds that all last calls together may take where the others are broken off.
+FAREWELL = 2.0
 
 
 class OverrunError(Exception):
@@ -16,10 +19,16 @@ class OverrunError(Exception):
 
 
 class Ticket:
-    """A call to be answered."""
+    """A call to be answered.
 
-    def __init__(self, call: Callable[[], Any]):
-        self._call = call
+    Args:
+        call: what to do.
+        owner: whose call it is.
+        too_late: what to do afterwards, in the same thread, where nobody waits for the answer any more.
+    """
+
+    def __init__(self, call: Callable[[], Any], owner: int = 0, too_late: Callable[[], Any] | None = None):
+        self._call, self.owner, self._too_late = call, owner, too_late
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._outcome: Any = None
@@ -39,7 +48,11 @@ class Ticket:
             outcome = self._call()
         except BaseException as raised:  # handed to whoever collects the answer
             error = raised
-        return self._answer(outcome, error)
+        in_time = self._answer(outcome, error)
+        if not in_time and self._too_late is not None:
+            with suppress(Exception):  # nobody is there to be told
+                self._too_late()
+        return in_time
 
     def overrun(self) -> bool:
         """Answer with `OverrunError`; returns False if the call has been answered after all."""
@@ -82,10 +95,11 @@ class Stage:
         self._bell = threading.Event()
         num_threads = 0 if timeout is None else min(num_owners, NUM_THREADS)
         self._threads = [_Thread(self._bell) for _ in range(num_threads)]
+        self._given_up: set[int] = set()  # owners whose call overran, and may still run
 
-    def submit(self, owner: int, call: Callable[[], Any]) -> Ticket:
-        """Have a call made, after the earlier ones of its owner."""
-        ticket = Ticket(call)
+    def submit(self, owner: int, call: Callable[[], Any], too_late: Callable[[], Any] | None = None) -> Ticket:
+        """Have a call made, after the earlier ones of its owner; `too_late`: see `Ticket`."""
+        ticket = Ticket(call, owner, too_late)
         if self.timeout is None:
             ticket.run()
         else:
@@ -111,7 +125,21 @@ class Stage:
             if ticket is None or ticket.answered or ticket.started is None or self.timeout is None:
                 continue
             if time.monotonic() - ticket.started > self.timeout and ticket.overrun():
+                self._given_up.add(ticket.owner)
                 self._threads[place] = thread.relieved()
+
+    def break_off(self, farewells: Sequence[Callable[[], Any]]) -> None:
+        """Drop the calls that have not begun, and give each owner a last one, which is waited for a little.
+
+        Args:
+            farewells: one for each owner; those who were given up have had the `too_late` of their call.
+        """
+        for thread in self._threads:
+            thread.dismiss()
+        last = [self.submit(owner, call) for owner, call in enumerate(farewells) if owner not in self._given_up]
+        deadline = time.monotonic() + FAREWELL
+        for ticket in last:
+            ticket.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Let every thread end as soon as its call does."""
@@ -129,11 +157,17 @@ class _Thread:
     def relieved(self) -> "_Thread":
         """Another thread with the tickets that wait here; this one takes no more of them."""
         other = _Thread(self._bell)
-        while True:
-            try:
-                other.tickets.put(self.tickets.get_nowait())
-            except queue.Empty:
-                return other
+        for ticket in self.dismiss():
+            other.tickets.put(ticket)
+        return other
+
+    def dismiss(self) -> list["Ticket | None"]:
+        """Take away the tickets that wait here."""
+        waiting: list[Ticket | None] = []
+        with suppress(queue.Empty):
+            while True:
+                waiting.append(self.tickets.get_nowait())
+        return waiting
 
     def _work(self) -> None:
         while (ticket := self.tickets.get()) is not None:

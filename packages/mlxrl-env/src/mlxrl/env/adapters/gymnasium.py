@@ -127,6 +127,10 @@ class GymnasiumEnv:
         """The environment's own observation."""
         return self._state
 
+    def close(self) -> None:
+        """Lets go of what the environment holds, such as a window."""
+        self._environment.close()
+
     def _show(self, observation: object) -> str:
         self._state = _plain(observation)
         drawn = self._environment.render() if self._environment.render_mode == "ansi" else None

@@ -77,25 +77,24 @@ class OpenEnvEnv:
         self._action_field = action_field
         self._observation_field = observation_field
         self._action = action
-        self._turn = 0
 
     async def reset(self) -> str:
         """Opens a session and starts the episode in it."""
-        self._turn = 0
         await self._client.connect()
         return self._shown((await self._client.reset(seed=self._number)).observation)
 
     async def step(self, action: str) -> StepResult:
-        """Plays a turn; the session is closed after the last."""
-        self._turn += 1
+        """Plays a turn."""
         result = await self._client.step({**self._action, self._action_field: action})
-        if result.done or self._turn == self.max_turns:
-            await self._client.close()
         return StepResult(self._shown(result.observation), float(result.reward or 0.0), bool(result.done))
 
     def state_id(self, observation: str | Sequence[Message]) -> Hashable:
         """The observation."""
         return str(observation)
+
+    async def close(self) -> None:
+        """Gives the session back."""
+        await self._client.close()
 
     def _shown(self, observation: Mapping[str, Any]) -> str:
         if self._observation_field is None:
