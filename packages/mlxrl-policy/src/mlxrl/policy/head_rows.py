@@ -16,6 +16,8 @@ from mlxrl.policy.head import Head
 Results = tuple[mx.array, mx.array, mx.array]
 """Log-probabilities of the targets, entropies, and 1 where the target is the likeliest choice; float32."""
 WithSlopes = tuple[mx.array, mx.array, mx.array, mx.array]
+WEIGHTLESS = -1000.0
+"""A logit that far below the largest has no weight: its exponential is 0 in float32."""
 RowScorer = Callable[[list[mx.array], mx.array, mx.array, mx.array], Results]
 
 
@@ -31,7 +33,7 @@ def row_scorer(model: nn.Module, head: Head, names: list[str]) -> RowScorer:
         log_total_C = mx.log(total_C)
         target_C = mx.take_along_axis(shifted_C_V, targets_C[:, None], axis=-1)[:, 0]
         # entropy = log total - mean of the shifted logits; a logit of -inf has weight 0 there, not NaN
-        mean_C = mx.where(exp_C_V > 0, exp_C_V * shifted_C_V, 0).sum(axis=-1) / total_C
+        mean_C = (exp_C_V * mx.maximum(shifted_C_V, WEIGHTLESS)).sum(axis=-1) / total_C
         is_top_C = (target_C == 0).astype(mx.float32)  # the largest logit was shifted to 0
         return target_C - log_total_C, mx.stop_gradient(log_total_C - mean_C), mx.stop_gradient(is_top_C)
 

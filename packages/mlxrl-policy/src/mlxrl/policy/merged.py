@@ -18,8 +18,8 @@ from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
 from mlxrl.policy.checkpointing import checkpoint_blocks
+from mlxrl.policy.column_major import column_major
 from mlxrl.policy.errors import ModelError
-from mlxrl.policy.load import column_major
 from mlxrl.policy.lora import adapters_of, wrapped
 from mlxrl.policy.rows import FlatQuantizedEmbedding, FlatQuantizedLinear
 
