@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlxrl.policy import flatten_quantized_rows, load_policy_with_lora, score
-from mlxrl.policy.rows import FlatQuantizedEmbedding, FlatQuantizedLinear
+from mlxrl.policy.rows import FlatQuantizedEmbedding, FlatQuantizedLinear, dequantized_product
 
 
 def leaves(tree) -> dict[str, Any]:
@@ -38,6 +38,31 @@ def test_a_flat_product_and_its_gradient_are_those_of_the_plain_one(shape, how):
     assert got.shape == slope.shape
     assert mx.array_equal(got, expected)
     assert mx.array_equal(got_slope, expected_slope)
+
+
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_dequantized_product_and_its_gradient_are_those_of_the_quantized_one(shape, how):
+    layer = quantized_linear(**how)
+    x, slope = mx.random.normal(shape), mx.random.normal((*shape[:-1], 48))
+    (expected,), (expected_slope,) = mx.vjp(layer, [x], [slope])
+    (got,), (got_slope,) = mx.vjp(lambda x: dequantized_product(layer, x) + layer.bias, [x], [slope])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got_slope, expected_slope, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="CUDA is not available")
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("rows", [(4, 40), (1, 127), (300,)])
+def test_on_cuda_many_rows_have_the_product_of_few(rows, how):
+    mx.set_default_device(mx.gpu)  # the fixture of all tests puts back what was there
+    layer = quantized_linear(**how)
+    flatten_quantized_rows(layer)
+    x = mx.random.normal((*rows, 64)).astype(mx.bfloat16)
+    one_by_one = mx.stack([layer(row[None]) for row in x.reshape(-1, 64)]).reshape(*rows, 48)
+    difference = mx.abs((layer(x) - one_by_one).astype(mx.float32)).max()
+    assert difference <= 2**-6 * mx.abs(one_by_one.astype(mx.float32)).max()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
