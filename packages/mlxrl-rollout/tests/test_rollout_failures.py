@@ -219,6 +219,23 @@ def test_text_of_no_tokens_fails_where_the_model_has_nothing_to_go_on_from(lend,
     assert later.failed == (context == "turn")
 
 
+class Said(BreaksInStep):
+    """Names its states by the turn: messages are no names."""
+
+    def state_id(self, observation):
+        return self.turn
+
+
+def test_a_role_that_would_complete_a_control_token_fails_its_row_alone(lend, undisturbed):
+    spoken = step_result([{"role": "end", "content": "x"}])  # the template writes <|ROLE|>, and <|end|> is a token
+    trajectories = rollout(lend, lambda task, seed, member: Said(0, spoken) if (task, member) == (1, 0) else Steady())
+    broken = trajectories.pop(2)
+    assert broken.stop_reason == StopReason.env_error
+    assert "the observation of the environment raised ValueError: role of a chat message must be" in str(broken.error)
+    for one, other in zip(trajectories, undisturbed[:2] + undisturbed[3:], strict=True):
+        np.testing.assert_array_equal(one.segments[0].token_ids, other.segments[0].token_ids)
+
+
 def test_a_message_that_the_template_cannot_place_fails_its_row(make):
     template = (
         "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>"
@@ -226,14 +243,10 @@ def test_a_message_that_the_template_cannot_place_fails_its_row(make):
     )
     model, tokenizer = make("qwen3", tokenizer=character_tokenizer(chat_template=template))
 
-    class Tool(BreaksInStep):
-        def state_id(self, observation):
-            return self.turn
-
     tool = [{"role": "tool", "content": "42"}]
 
     def factory(task, seed, member):
-        return Tool(0, step_result(tool)) if task == 0 else Steady()
+        return Said(0, step_result(tool)) if task == 0 else Steady()
 
     broken, whole = Engine(model, tokenizer, SAMPLING).rollout(group_requests(range(2), factory, group_size=1))
     assert "the observation of the environment raised ValueError: the chat template drops" in str(broken.error)

@@ -13,6 +13,8 @@ from mlxrl.env import Message, as_messages
 
 PROBE_TURNS = 5  # a window that drops old messages shows itself within so many
 PREFIX = "▁"  # a space, and what SentencePiece puts before a text that begins without one
+CHARACTERS = 16  # a token: of a text that is to be cut, so many are encoded at first
+ROLES = ("system", "user", "assistant", "tool")  # of every template, whether or not it names them
 PLACE = "\ue000"  # stands for text that is encoded apart; a character that no vocabulary merges with others
 
 
@@ -74,6 +76,10 @@ class ChatEncoder:
         self._thought = tokenizer.think_start or "<think>", tokenizer.think_end or "</think>"
         self._control = _any_of(control)
         self._control_ids = {*tokenizer.convert_tokens_to_ids(list(control))} - {tokenizer.unk_token_id}
+        self._reach = max((len(token.content) for token in added), default=0)
+        # a role that a template writes between "<|" and "|>" must not be the name of another control token
+        named = re.findall(r"""['"](\w+)['"]""", str(tokenizer.chat_template))
+        self._roles = dict.fromkeys((*ROLES, *named))
         # apart from its neighbours, each text would get a prefix that it has not in their midst
         self._prefixes = tokenizer.is_fast and "".join(tokenizer.tokenize("x")).startswith(PREFIX)
         # a template finds the thoughts of an answer by their marks, so there the marks are left to it
@@ -154,6 +160,11 @@ class ChatEncoder:
         """The messages; none may spell a control token where a template would make it one."""
         messages = as_messages(value)
         for message in messages:
+            if self.templated and message["role"] not in self._roles:
+                raise ValueError(
+                    f"role of a chat message must be {', '.join(ROLES)} or one that the chat template names, "
+                    f"got {message['role']!r}."
+                )
             control = self._control_of(message)
             for field, text in _texts({name: field for name, field in message.items() if name != "content"}):
                 if spelled := control.search(text):
@@ -182,11 +193,12 @@ class ChatEncoder:
 
     def _whole(self, messages: Sequence[Message], new: int, max_content: int | None) -> EncodedObservation:
         """A rendered prompt; from the message `new` on the contents are limited."""
-        encoded = self._encode(self._rendered(messages, len(messages)), add_special_tokens=not self.templated)
+        special = not self.templated
+        encoded = None
         if max_content is not None:
-            limited = self._encode(self._rendered(messages, new), max_content, add_special_tokens=not self.templated)
-            if limited.cut:
-                encoded = limited
+            encoded = self._encode(self._rendered(messages, new), max_content, add_special_tokens=special)
+        if encoded is None or not encoded.cut:
+            encoded = self._encode(self._rendered(messages, len(messages)), add_special_tokens=special)
         return EncodedObservation(encoded.token_ids, [False] * len(encoded.token_ids), encoded.cut)
 
     def _rendered(self, messages: Sequence[Message], new: int) -> list[_Part]:
@@ -228,8 +240,14 @@ class ChatEncoder:
         if tokens is None:
             tokens = []
             for i, part in enumerate(parts):
-                special = add_special_tokens and i == 0
-                words = self.tokenizer.encode(part.text, add_special_tokens=special, split_special_tokens=part.is_plain)
+                if part.is_content and max_content is not None:
+                    words = self._beginning(part.text, max_content)
+                else:
+                    words = self.tokenizer.encode(
+                        part.text,
+                        add_special_tokens=add_special_tokens and i == 0,
+                        split_special_tokens=part.is_plain,
+                    )
                 tokens += [(token, part.is_content) for token in words]
         kept: list[tuple[int, bool]] = []
         room = len(tokens) if max_content is None else max_content
@@ -238,6 +256,25 @@ class ChatEncoder:
                 kept.append((token, is_content))
             room -= is_content
         return EncodedObservation([token for token, _ in kept], [own for _, own in kept], len(kept) < len(tokens))
+
+    def _beginning(self, text: str, most: int) -> list[int]:
+        """The tokens of a content, or its first ones: more than `most`, and the same as those of the whole text.
+
+        A token depends on its word alone, as the tokenizer splits texts. So the beginning of a text has the tokens of
+        the whole, except in its last word, and in what may become the spelling of an added token with spaces before it.
+        """
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        length = CHARACTERS * (most + 1) + self._reach
+        while self.tokenizer.is_fast and length < len(text):
+            encoded = self.tokenizer._tokenizer(text[:length], return_offsets_mapping=True, **options)
+            token_ids, words = encoded["input_ids"], encoded.word_ids()
+            settled = len(text[: length - self._reach].rstrip())
+            ends = [end for _, end in encoded["offset_mapping"]]
+            sure = next((i for i, end in enumerate(ends) if end > settled or words[i] == words[-1]), len(ends))
+            if sure > most:
+                return token_ids[:sure]
+            length *= 8
+        return self.tokenizer.encode(text, **options)
 
     def _in_place(
         self, parts: Sequence[_Part], before: str, *, add_special_tokens: bool
