@@ -49,8 +49,8 @@ REFUSED = {*CACHE_DIFFERS, "deepseek_v41", "llama4"}  # the caches of the last t
 ROW_BY_ROW = {"afm7", "gemma2", "gpt_bigcode", "longcat_flash_ngram", "minimax_m3_vl"}
 # What has no halves: gemma3n's inner model is trunk and head in one.
 WHOLE = {"gemma3n"}
-# What cannot be trained nor scored: it does not initialise nn.Module, and so has no trainable parameters to name.
-UNSCORED = {"recurrent_gemma"}
+# What names no trainable parameters before `attach_lora` mends it: it does not initialise nn.Module.
+UNINITIALISED = {"recurrent_gemma"}
 
 
 def architecture_names() -> list[str]:
@@ -81,6 +81,8 @@ def _draw(path: str, value: mx.array) -> mx.array:
         return value
     if "A_log" in path:  # states that keep about 0.8 of themselves a step, so that they remember
         return 0.5 * mx.random.normal(value.shape) - 2
+    if "gate_weight" in path:  # gates of recurrent_gemma: at 0 its square root has no slope
+        return 0.05 * mx.random.normal(value.shape)
     if value.ndim < 2:  # norms and biases: near what the module itself begins with
         return (value + 0.1 * mx.random.normal(value.shape)).astype(mx.float32)
     inputs = value.size // value.shape[0] if "conv" in path else value.shape[-1]

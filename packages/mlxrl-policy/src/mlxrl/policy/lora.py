@@ -19,6 +19,11 @@ from mlxrl.policy.targets import EXPERT_TYPES, select_layers
 ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 """What is trained of an adapter: its two factors and, of DoRA, the magnitudes."""
 
+# Architectures that mlx-lm itself cannot train, by the module that defines them, and why.
+UNTRAINABLE = {
+    "deepseek_v41": "its router and its index pick entries by numbers that carry a gradient, and MLX has none for them",
+}
+
 
 @dataclass(frozen=True)
 class LoRAConfig:
@@ -101,11 +106,18 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
         The names of the adapted layers as mlx-lm's `keys`, sorted; see `select_layers`.
 
     Raises:
-        ModelError: the model carries adapters already, `config` names layers that it does not have, or asks for DoRA
-            on layers of experts.
+        ModelError: the model carries adapters already, is of an architecture that cannot be trained, `config` names
+            layers that it does not have, or asks for DoRA on layers of experts.
     """
-    if any(name.rsplit(".", 1)[-1] in ("lora_a", "lora_b") for name, _ in tree_flatten(model.parameters())):
+    if any(adapters_of(model)):
         raise ModelError("the model already carries LoRA layers; load it again before attaching new ones.")
+    architecture = type(model).__module__.rpartition(".")[2]
+    if architecture in UNTRAINABLE:
+        raise ModelError(
+            f"mlx-lm cannot train the architecture {architecture}: {UNTRAINABLE[architecture]}; choose another model."
+        )
+    if not hasattr(model, "_no_grad"):  # recurrent_gemma does not initialise its outermost module
+        nn.Module.__init__(model)
     layers, keys = select_layers(model, config.targets, config.last_layers)
     experts = sorted(path for path, layer in layers.items() if isinstance(layer, EXPERT_TYPES))
     if config.use_dora and experts:
@@ -118,7 +130,10 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     linear_to_lora_layers(model, config.last_layers or len(blocks_of(model)), parameters, use_dora=config.use_dora)
     model.freeze()
     for _, module in adapters_of(model):
-        module.unfreeze(keys=[leaf for leaf in ADAPTER_LEAVES if leaf in module], recurse=False)
+        leaves = {leaf: module[leaf] for leaf in ADAPTER_LEAVES if leaf in module}
+        module.unfreeze(
+            keys=[name for name, _ in tree_flatten(leaves)], recurse=False
+        )  # a fused layer has lists of them
     model.eval()
     return keys
 
@@ -141,7 +156,7 @@ def describe(model: nn.Module, *, model_type: str, keys: tuple[str, ...], separa
         num_layers=len(blocks_of(model)),
         target_keys=keys,
         adapted_per_layer=tuple(len(list(adapters_of(block))) for block in blocks_of(model)),
-        trainable_leaves=tuple(sorted({name.rsplit(".", 1)[-1] for name in trainable})),
+        trainable_leaves=tuple(leaf for leaf in ADAPTER_LEAVES if any(leaf in name.split(".") for name in trainable)),
         trainable_parameters=sum(value.size for value in trainable.values()),
         total_parameters=_parameter_count(model),
         quantization=" and ".join(bits) or "none",

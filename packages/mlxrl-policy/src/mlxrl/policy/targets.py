@@ -11,6 +11,8 @@ from mlxrl.policy.head import blocks_of
 
 EXPERT_TYPES = (SwitchLinear, QuantizedSwitchLinear)
 LINEAR_TYPES = (nn.Linear, nn.QuantizedLinear, *EXPERT_TYPES)
+# Linear layers whose model takes their weight out by name, past any adapter around them: of kimi_k3 and of gemma3n.
+READ_BY_NAME = ("self_attention_res_proj", "mlp_res_proj", "altup.prediction_coefs", "altup.correction_coefs")
 
 
 def is_target(path: str, targets: Sequence[str]) -> bool:
@@ -50,7 +52,7 @@ def select_layers(
     found: dict[str, tuple[str, nn.Module]] = {}
     for block in blocks[-(last_layers or len(blocks)) :]:
         for name, module in block.named_modules():
-            if isinstance(module, LINEAR_TYPES):
+            if isinstance(module, LINEAR_TYPES) and name not in READ_BY_NAME:
                 found[paths[id(module)]] = name, module
     if missing := [target for target in targets if not any(is_target(path, [target]) for path in found)]:
         where = "model" if last_layers is None else f"last {last_layers} of the {len(blocks)} blocks"
