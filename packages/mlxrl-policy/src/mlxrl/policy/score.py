@@ -10,12 +10,15 @@ from mlx.utils import tree_flatten
 
 from mlxrl.policy.head import Head, blocks_of, split_head
 from mlxrl.policy.head_rows import chunks_with_slopes, recomputed_chunks, row_scorer
+from mlxrl.policy.rows import on_cuda
 from mlxrl.policy.shared_prefix import plan_reading, read, shares_prefixes
 
 # Logits that one chunk of the head may hold, and positions that it has at least: 2^22 float32 values are 16 MiB, and
 # with a gradient some six arrays of that size live at a time, of two chunks or more. A large vocabulary still gets
-# positions enough to keep its products busy. The CPU computes value by value: there small chunks cost no time.
+# positions enough to keep its products busy; on CUDA, each chunk dequantizes the head. The CPU computes value by value:
+# there small chunks cost no time.
 CHUNK = 2**22, 128
+CUDA_CHUNK = 2**25, 256
 CPU_CHUNK = 2**19, 16
 
 
@@ -51,7 +54,7 @@ def score(
         mask: bool or number `[B, T]`, non-zero at the tokens to score; column 0 has nothing before it and must be 0.
         temperature: sampling temperature above 0, a number or `[B, T]`.
         chunk_size: positions per chunk of the head; by default as many as keep a chunk within 2^22 logits, but 128 at
-            least; on the CPU 2^19 and 16.
+            least; on CUDA 2^25 and 256, on the CPU 2^19 and 16.
         with_gradient: whether a gradient will be taken. It is the same either way: where nothing in the head is
             trained, True computes the head's part of it beside the logits, and the backward pass need not run the
             head again.
@@ -92,7 +95,7 @@ def score(
     hidden_H_D, places_R_W = read(model, trunk, inputs, reading)
     hidden_M_D = hidden_H_D[mx.array(places_R_W[read_M, columns_M - 1])]
 
-    logits, positions = CPU_CHUNK if mx.default_device().type == mx.cpu else CHUNK
+    logits, positions = CPU_CHUNK if mx.default_device().type == mx.cpu else CUDA_CHUNK if on_cuda() else CHUNK
     size = chunk_size or max(positions, logits // _vocabulary_size(head, hidden_M_D))
     parameters = _outside_the_blocks(model)
     scorer = row_scorer(model, head, list(parameters))
