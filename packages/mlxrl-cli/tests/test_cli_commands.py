@@ -16,7 +16,7 @@ from mlxrl.cli import gates, main
 from mlxrl.cli.configs import example_names, example_text
 from mlxrl.cli.embedded import embedded_model_path
 from mlxrl.policy.testing import make_tiny_model
-from mlxrl.train import load_config, make_config
+from mlxrl.train import ConfigError, load_config, make_config
 
 TINY = ["--set", "groups_per_step=2", "--group-size", "4", "--max-tokens", "16", "--set", "eval.tasks=4"]
 PROGRAM = "import sys; sys.argv[0] = 'mlxrl-cli'; from mlxrl.cli import main; main()"
@@ -258,6 +258,21 @@ def test_init_without_an_example_writes_a_config_that_loads_as_it_is(tmp_path):
     assert config == make_config({"model_id": "embedded"})
     again = cli("init", "new.toml", folder=tmp_path, expect=2)
     assert "new.toml exists" in again
+
+
+def test_every_value_that_init_shows_is_one_to_set(tmp_path):
+    text = cli("init", folder=tmp_path)
+    refused = {}
+    for shown in re.finditer(r"^# (\w+) = .*$", text.partition("# [data]")[0], re.MULTILINE):
+        (tmp_path / "one.toml").write_text(text[: shown.start()] + shown[0][2:] + text[shown.end() :])
+        try:
+            load_config(tmp_path / "one.toml")
+        except ConfigError as error:
+            refused[shown[1]] = str(error)  # alone: what belongs to another setting is refused without it
+    for message in refused.values():
+        assert re.search("needs|belongs to|has no effect|acts on", message), message
+    assert len(refused) < 20
+    assert not {"max_turns", "max_observation_len", "max_context", "betas", "clip_low", "output"} & refused.keys()
 
 
 def test_init_lists_examples_and_prints_the_schema(tmp_path):

@@ -8,6 +8,7 @@ import re
 
 import mlx.core as mx
 import pytest
+from pydantic import BaseModel
 
 from mlxrl.policy.testing import THINKING_TEMPLATE, character_tokenizer, make_tiny_model
 from mlxrl.train import (
@@ -78,7 +79,27 @@ BAD = {
         r"sampling\.top_p: should be less than or equal to 1, got 1\.5 \(float\)\.",
     ),
     "odd bits": ("quant_bits = 3", r"quant_bits: should be 4, 8, 16 or 32, got 3 \(int\)\."),
-    "one beta": ("[optimizer]\nbetas = [0.9]", r"optimizer\.betas\.1: needs a value; set it\."),
+    "one beta": (
+        "[optimizer]\nbetas = [0.9]",
+        r"optimizer\.betas: should be a list of 2 numbers, got \[0\.9\] \(list\)\.",
+    ),
+    "three betas": (
+        "[optimizer]\nbetas = [0.9, 0.9, 0.9]",
+        r"optimizer\.betas: should be a list of 2 numbers, got \[0\.9, 0\.9, 0\.9\] \(list\)\.",
+    ),
+    "one stop text": (
+        '[rollout]\nstop = "x"',
+        r"rollout\.stop: should be a list of strings, got 'x' \(str\)\.",
+    ),
+    "one reward": (
+        '[rewards]\nname = "length"',
+        r"rewards: should be a list of tables, each written as \[\[rewards\]\], got {'name': 'length'} \(dict\)\.",
+    ),
+    "a section that is none": ("eval = 5", r"eval: should be a table of fields, got 5 \(int\)\."),
+    "options that are none": (
+        '[[rewards]]\nname = "length"\noptions = 3',
+        r"rewards\.0\.options: should be a table, such as {key = 1}, got 3 \(int\)\.",
+    ),
     "an unknown schedule": (
         '[optimizer]\nschedule = "step"',
         r"optimizer\.schedule: should be 'constant', 'linear' or 'cosine', got 'step' \(str\)\.",
@@ -162,7 +183,7 @@ BAD = {
     ),
     "a target without a name": (
         'targets = ["q_proj", ""]',
-        r"targets\.1: String should have at least 1 character, got '' \(str\)\.",
+        r"targets\.1: should have at least 1 character, got '' \(str\)\.",
     ),
     "an option of another optimizer": (
         '[optimizer]\nname = "lion"\nmomentum = 0.9',
@@ -194,7 +215,7 @@ BAD = {
     ),
     "a stop text that is empty": (
         '[rollout]\nstop = ["\\n", ""]',
-        r"rollout\.stop\.1: String should have at least 1 character, got '' \(str\)\.",
+        r"rollout\.stop\.1: should have at least 1 character, got '' \(str\)\.",
     ),
     "unknown weights": (
         '[rollout]\nweights = "dense"',
@@ -231,6 +252,62 @@ def test_a_bad_config_is_refused_in_one_line_that_names_field_value_and_remedy(t
     with pytest.raises(ConfigError) as refusal:
         load_config(path)
     assert re.fullmatch(rf"config error in {re.escape(str(path))}: {message}", str(refusal.value)), refusal.value
+
+
+WRONG = ("wrong", 7.5, True, ["wrong", 7], {"wrong": 7})
+
+
+def leaves(model, prefix=""):
+    """The dotted names of all fields; of sections, their own fields."""
+    for name, field in model.model_fields.items():
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        yield from leaves(sections[0], f"{prefix}{name}.") if sections else [prefix + name]
+
+
+@pytest.mark.parametrize("name", list(leaves(TrainConfig)))
+def test_a_value_of_a_wrong_type_is_named_with_its_field_and_with_what_it_should_be(tmp_path, name):
+    path = tmp_path / "config.toml"
+    path.write_text(MODEL + ('env_name = "jsonl"\ndata.path = "x"' if name.startswith("data.") else ""))
+    refused = []
+    for value in WRONG:
+        fields, shown = {name: value}, name
+        if name.startswith("rewards."):
+            shown = name.replace(".", ".0.")
+            fields = {"rewards": [{"name": "length", name.removeprefix("rewards."): value}]}
+        try:
+            load_config(path, fields)
+        except ConfigError as error:
+            message = str(error)
+            assert "tuple" not in message.lower()
+            assert "dictionary" not in message
+            if re.match(rf".*: {re.escape(shown)}(\.\w+)*: should (be|have) .*, got .+ \(\w+\)\.$", message):
+                assert message.startswith(f"config error in an option given over {path}: ")
+                assert any(f"got {part!r} (" in message for part in (value, "wrong", 7))  # or a part of the value
+                refused.append(value)
+    assert len(refused) >= 3  # a number may be whole or not, and a combination may be what is refused
+
+
+def test_a_fault_is_said_to_be_where_it_was_set(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(MODEL + "group_size = 0\n")
+
+    def refusal(**overrides):
+        with pytest.raises(ConfigError) as error:
+            load_config(path, {name.replace("__", "."): value for name, value in overrides.items()})
+        return str(error.value)
+
+    in_file = f"config error in {path}: group_size: should be greater than or equal to 1, got 0 (int)."
+    assert refusal() == in_file
+    assert refusal(steps=5) == in_file
+    assert refusal(steps=0).split("\n") == [
+        f"config error in an option given over {path}: steps: should be greater than or equal to 1, got 0 (int).",
+        in_file,
+    ]
+    path.write_text(MODEL)
+    mixed = f"config error in {path} with the options given over it: "
+    assert refusal(rollout__max_context=4).startswith(f"{mixed}rollout.max_context = 4 leaves no room")
+    assert refusal(eval__every=4) == f"{mixed}eval: every = 4 has no effect without tasks; set tasks above 0."
 
 
 def test_every_fault_of_a_config_has_a_line_of_its_own():
@@ -434,8 +511,8 @@ def test_overrides_win_over_the_file_by_dotted_names(tmp_path):
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (2e-4, 2)
     with pytest.raises(ConfigError, match=r"steps\.x: steps is not a section of the config"):
         load_config(path, {"steps.x": 1})
-    with pytest.raises(ConfigError, match="config error in the command line: group_sise: unknown key"):
-        load_config(path, {"group_sise": 1}, source="the command line")
+    with pytest.raises(ConfigError, match="config error in an option given over the default: group_sise: unknown key"):
+        load_config(path, {"group_sise": 1}, source="the default")
 
 
 @pytest.mark.parametrize(

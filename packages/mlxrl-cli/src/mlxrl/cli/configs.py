@@ -20,7 +20,7 @@ def read_config(path: Path | None, options: Mapping[str, Any], settings: Sequenc
     """
     overrides = {**options, **parse_settings(settings)}
     if path is None:
-        return load_config(embedded_config_path(), overrides, source="the embedded default with these options")
+        return load_config(embedded_config_path(), overrides, source="the embedded default")
     return load_config(path, overrides)
 
 

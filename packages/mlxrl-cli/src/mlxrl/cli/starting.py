@@ -13,6 +13,35 @@ from mlxrl.train import ConfigError, TrainConfig, config_schema
 
 HEADER = "# A run of mlxrl. Every field is here with its default; what is commented out has none or is optional.\n"
 
+# What stands beside a field without a default: values that one might set.
+EXAMPLES = {
+    "output": '"runs/mine"',
+    "max_turns": "4",
+    "max_observation_len": "256",
+    "adapter": '"runs/first/adapters"',
+    "last_layers": "8",
+    "iogpu_wired_limit_mb": "24000",
+    "micro_batch_size": "4",
+    "echo_taper_steps": "100",
+    "betas": "[0.9, 0.999]",
+    "eps": "1e-8",
+    "momentum": "0.95",
+    "clip_low": "0.2",
+    "clip_high": "0.28",
+    "ddof": "1",
+    "overlong_buffer": "64",
+    "max_draws": "4",
+    "max_skipped_steps": "5",
+    "correction_cap": "2.0",
+    "correction_band": "[0.5, 2.0]",
+    "drgrpo_max_tokens": "256",
+    "gigpo_omega": "1.0",
+    "gigpo_gamma": "0.95",
+    "max_context": "4096",
+    "kv_budget_gb": "8.0",
+    "timeout": "30.0",
+}
+
 
 def run_init(path: Path | None, *, example: str | None, list_examples: bool, schema: bool) -> None:
     """Print or write an example, the commented default, or the JSON schema."""
@@ -58,7 +87,7 @@ def _entry(name: str, field: FieldInfo, required: str = "") -> str:
     if default is PydanticUndefined:
         return f'{comment}{name} = "{required}"\n' if required else f'{comment}# {name} = "..."\n'
     if default is None or default == {}:
-        return f"{comment}# {name} = {_placeholder(field)}\n"
+        return f"{comment}# {name} = {_placeholder(name, field)}\n"
     return f"{comment}{name} = {_toml(default)}\n"
 
 
@@ -66,16 +95,15 @@ def _off(entry: str) -> str:
     return "".join(line if line.startswith("#") else f"# {line}" for line in entry.splitlines(keepends=True))
 
 
-def _placeholder(field: FieldInfo) -> str:
+def _placeholder(name: str, field: FieldInfo) -> str:
+    if name in EXAMPLES:
+        return EXAMPLES[name]
     if field.default == {}:
         return "{}"
     kinds = [field.annotation, *get_args(field.annotation)]
     kinds += [inner for kind in kinds for inner in get_args(kind)]  # Literal values, and what Annotated wraps
     choices = [kind for kind in kinds if isinstance(kind, str | int) and not isinstance(kind, type)]
-    if choices:
-        return _toml(choices[0])
-    examples = {bool: "true", int: "1", float: "0.1", str: '"..."'}
-    return next((example for kind, example in examples.items() if kind in kinds), "[0.5, 0.9]")
+    return _toml(choices[0]) if choices else "true" if bool in kinds else '"..."'
 
 
 def _toml(value: Any) -> str:

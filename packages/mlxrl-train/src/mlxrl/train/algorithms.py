@@ -51,7 +51,7 @@ class AlgorithmConfig(Section):
     """How token losses become one loss; by default the algorithm's own."""
     advantage: Literal["standardised", "centred", "leave_one_out", "maxrl", "gdpo"] | None = None
     """How rewards become advantages, where the algorithm leaves the choice."""
-    ddof: Literal[0, 1] | None = None
+    ddof: Annotated[int, Field(ge=0, le=1)] | None = None
     """Degrees of freedom taken from the group's standard deviation."""
     kl_estimator: KLEstimator | None = None
     """Estimator of the KL term in the loss; by default the algorithm's own."""

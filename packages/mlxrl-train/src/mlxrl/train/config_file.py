@@ -3,15 +3,15 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mlxrl.train.config import TrainConfig
+from mlxrl.train.config import RewardConfig, TrainConfig
 from mlxrl.train.errors import ConfigError
 
 
@@ -32,15 +32,17 @@ def load_config(
     values = _read_toml(Path(path)) if path is not None else {}
     for name, value in (overrides or {}).items():
         _put(values, name, value)
-    return make_config(values, source=source or (str(path) if path is not None else None))
+    source = source or (str(path) if path is not None else None)
+    return make_config(values, source=source, given_over=tuple(overrides or ()))
 
 
-def make_config(values: Mapping[str, Any], *, source: str | None = None) -> TrainConfig:
+def make_config(values: Mapping[str, Any], *, source: str | None = None, given_over: Sequence[str] = ()) -> TrainConfig:
     """Validate a config given as nested dicts.
 
     Args:
         values: the fields, sections as dicts.
         source: where they came from, for the message.
+        given_over: dotted names of those that came from elsewhere, such as the command line.
 
     Raises:
         ConfigError: see `load_config`.
@@ -48,9 +50,11 @@ def make_config(values: Mapping[str, Any], *, source: str | None = None) -> Trai
     try:
         return TrainConfig.model_validate(_tuples_for_lists(values))
     except ValidationError as error:
-        lines = [_explain(details) for details in error.errors()]
-        where = f" in {source}" if source else ""
-        raise ConfigError(f"config error{where}: " + "\n".join(lines)) from None
+        lines: dict[str, list[str]] = {}
+        for details in error.errors():
+            lines.setdefault(_place(_name(details), source, given_over), []).append(_explain(details))
+        parts = [f"config error{place}: " + "\n".join(told) for place, told in lines.items()]
+        raise ConfigError("\n".join(parts)) from None
 
 
 def config_toml(config: TrainConfig) -> str:
@@ -113,33 +117,65 @@ def _as_tuple(value: Any) -> Any:
     return value
 
 
+def _name(details: ErrorDetails) -> str:
+    """The dotted name of the field; of a list of fixed length, which its elements belong to, that of the list."""
+    path = [str(part) for part in details["loc"] if not str(part).startswith("function-")]
+    return ".".join(path[:-1] if details["type"] == "missing" and path[-1].isdecimal() else path)
+
+
+def _place(name: str, source: str | None, given_over: Sequence[str]) -> str:
+    """Where a faulty field, or a faulty combination of fields, was set."""
+    if source is None:
+        return ""
+    if any(f"{name}.".startswith(f"{given}.") for given in given_over):
+        return f" in an option given over {source}"
+    if any(not name or given.startswith(f"{name}.") for given in given_over):
+        return f" in {source} with the options given over it"
+    return f" in {source}"
+
+
 def _explain(details: ErrorDetails) -> str:
     """One sentence for one error: the field's path, what must hold, the value, what to do."""
-    path = [str(part) for part in details["loc"]]
-    name = ".".join(part for part in path if not part.startswith("function-"))
-    value = details.get("input")
+    name, value = _name(details), details.get("input")
+    section, _, field = name.rpartition(".")
     match details["type"]:
         case "extra_forbidden":
-            known = _known_fields(path[:-1])
-            close = difflib.get_close_matches(path[-1], known, n=1)
+            known = sorted(_model(section).model_fields)
+            close = difflib.get_close_matches(field, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
             return f"{name}: unknown key; {hint}"
-        case "missing":
+        case "missing" if not isinstance(value, tuple):
             return f"{name}: needs a value; set it."
         case "value_error":
             message = str(details["ctx"]["error"]) if "ctx" in details else details["msg"]
             return f"{name}: {message}." if name else f"{message}."
+        case "model_type":
+            must = "should be a table of fields"
+        case "dict_type":
+            must = "should be a table, such as {key = 1}"
+        case "missing" | "tuple_type" | "too_long":
+            must = f"should be {_described(_model(section).model_fields[field].annotation)}"
         case _:
-            message = details["msg"].removeprefix("Input ")
-            return f"{name}: {message}, got {value!r} ({type(value).__name__})."
+            must = details["msg"].removeprefix("Input ").removeprefix("String ")
+    shown = list(value) if isinstance(value, tuple) else value
+    return f"{name}: {must}, got {shown!r} ({type(shown).__name__})."
 
 
-def _known_fields(path: list[str]) -> list[str]:
+def _described(annotation: Any) -> str:
+    """A field that is a list, by its type: tuple[str, ...], tuple[float, float], or one of them or None."""
+    kind = next(kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is tuple)
+    item, *others = get_args(kind)
+    if item is RewardConfig:
+        return "a list of tables, each written as [[rewards]]"
+    what = "number" if float in (item, *get_args(item)) else "string"
+    return f"a list of {what}s" if others == [...] else f"a list of {len(others) + 1} {what}{'s' if others else ''}"
+
+
+def _model(section: str) -> type[BaseModel]:
+    """The fields of a section, "" for those of the config itself."""
     model: type[BaseModel] = TrainConfig
-    for part in path:
+    for part in section.split("."):
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if nested:
-            model = nested[0]
-    return sorted(model.model_fields)
+        candidates = [annotation, *get_args(annotation)]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), model)
+    return model
