@@ -104,6 +104,26 @@ def test_eval_compares_base_and_trained(trained):
     assert after.startswith("trained  accuracy ")
 
 
+def test_eval_says_of_how_many_tasks_it_does_not_tell_and_why(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def mine(completions, answer):\n"
+        "    return [ValueError('no such sum') if a == 'x' else None if a == 'y' else 1.0 for a in answer]\n"
+    )
+    tasks = [{"prompt": f"What is 2+{i}?", "answer": answer} for i, answer in enumerate("1xxy2")]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    settings = ["env_name=jsonl", "data.path=tasks.jsonl", "data.eval_path=tasks.jsonl", "eval.tasks=5"]
+    settings += ['rewards=[{name="mine.py:mine"}]', "environment={}"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    output = cli("train", "--steps", 1, "--output", "run", *TINY, *options, folder=tmp_path)
+    left_out = "5 tasks, 3 of them without a reward and left out"
+    assert "held-out accuracy before training: 1.000  (reward 1.000, " in output
+    assert output.count(left_out) == 2
+    told = rows(tmp_path / "run/evaluations.jsonl")
+    assert [(row["accuracy"], row["failed"], row["unscored"]) for row in told] == [(1.0, 2, 3)] * 2
+    printed = cli("eval", "run", "--tasks", 5, folder=tmp_path).splitlines()
+    assert [left_out in line for line in printed] == [True, True]
+
+
 def test_a_run_is_not_overwritten_unless_forced(trained, tmp_path):
     folder, _ = trained
     message = cli("train", "--steps", 1, "--output", "run", *TINY, folder=folder, expect=2)
@@ -230,6 +250,7 @@ def test_an_example_trains_a_tiny_model_of_its_architecture(name, architecture, 
     ("name", "options"),
     [
         ("qwen3_0_6b_gigpo_recurring", ["--model", "embedded"]),  # as it is, all its five steps
+        ("recurring_text", ["--steps", 3]),
         ("key_door", ["--steps", 2, "--group-size", 4]),
         ("frozen_lake_echo", ["--steps", 4]),
     ],
@@ -240,12 +261,13 @@ def test_an_example_of_several_turns_trains_the_embedded_model(name, options, tm
     steps = rows(tmp_path / "run/metrics.jsonl")
     assert len(steps) == load_config(tmp_path / "run/config.toml").steps
     for step in steps:
-        assert step["num_turns"] > 1
         assert step["failed"] == 0
-        assert 0 <= step["success_rate"] < 1
-        assert 0 < step["invalid_action_rate"] <= 1
         assert step["anchor_group_size"] > 1
         assert 0 < step["anchor_share"] <= 1
+    # over all steps: a group of four can win its first turn, or all its turns be valid
+    assert sum(step["num_turns"] for step in steps) > len(steps)
+    assert 0 <= sum(step["success_rate"] for step in steps) < len(steps)
+    assert 0 < sum(step["invalid_action_rate"] for step in steps) <= len(steps)
     losses = [step["loss_echo"] for step in steps if "loss_echo" in step]
     assert bool(losses) == (name == "frozen_lake_echo")
     # nats per token; each step plays other lakes, which differ by far less than three updates gain

@@ -99,6 +99,21 @@ def test_steps_with_a_gradient_that_is_not_finite_are_counted_until_a_finite_one
     assert [(row["step"], row["event"]) for row in events] == [(step, "skipped") for step in range(1, 6)]
 
 
+def test_a_finite_step_between_others_starts_the_count_again(values, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxrl.train.reward_calls.LARGEST_REWARD", 1e300)
+    (tmp_path / "mostly.py").write_text(
+        "calls = 0\n\n"
+        "def huge(completions, **_):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    return [(1.0 if calls == 5 else 1e100) * i for i, _ in enumerate(completions)]\n"
+    )
+    fields = values(rewards=[{"name": f"{tmp_path / 'mostly.py'}:huge"}], steps=9, algorithm={"advantage": "centred"})
+    metrics = train(make_config(fields)).metrics
+    assert [row["nonfinite"] for row in metrics] == [1, 1, 1, 1, 0, 1, 1, 1, 1]
+    assert [row["skipped"] for row in metrics] == [1, 1, 1, 1, 0, 1, 1, 1, 1]
+
+
 @pytest.fixture
 def count_passes():
     """count_passes(model) -> a list with an entry for every reading of a batch: no decoding, nor where rows go on."""
@@ -264,9 +279,9 @@ def test_full_reward_is_what_counts_as_accurate(values, tmp_path, project):
     data = {"path": str(project / "tasks.jsonl"), "eval_path": str(project / "tasks.jsonl")}
     rewards = [{"name": f"{scores}:score", "weight": 2.0}]
     result = train(make_config(values(data=data, rewards=rewards, steps=1, eval={"tasks": 6})))
-    # answers 0 to 5: 1 and 5 earn 2, 3 abstains and counts 0
+    # answers 0 to 5: 1 and 5 earn 2, and 3, of which the function abstains, is left out
     outcome = result.evaluations[-1][1]
-    assert (outcome.accuracy, outcome.reward) == (pytest.approx(2 / 6), pytest.approx(4 / 6))
+    assert (outcome.accuracy, outcome.reward, outcome.unscored) == (pytest.approx(2 / 5), pytest.approx(4 / 5), 1)
 
 
 def test_memory_in_use_stays_flat_over_fifty_steps(values):

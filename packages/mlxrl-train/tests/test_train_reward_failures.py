@@ -158,6 +158,7 @@ def test_failures_of_an_evaluation_are_told(values, project, tmp_path, mishaps):
     fields = values(data=data, rewards=[mishaps("mishaps")], group_size=6, steps=1, eval={"tasks": 3})
     train(make_config(fields))
     evaluations, events = (lines(tmp_path / "run" / f"{name}.jsonl") for name in ("evaluations", "events"))
-    assert [(row["failed"], row["reward"]) for row in evaluations] == [(3, 0.0)] * 2  # each is sample 0 of its task
+    # each is sample 0 of its task
+    assert [(row["failed"], row["unscored"], row["reward"]) for row in evaluations] == [(3, 3, 0.0)] * 2
     told = [event for event in events if event.get("evaluation")]
     assert [(event["step"], event["rows"]) for event in told] == [(step, [[0, 0], [1, 0], [2, 0]]) for step in (0, 1)]

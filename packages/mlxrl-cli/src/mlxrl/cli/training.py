@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mlxrl.cli.configs import parse_settings, read_config
 from mlxrl.cli.planning import plan_of, show_plan
-from mlxrl.cli.views import make_view
+from mlxrl.cli.views import make_view, tasks_played
 from mlxrl.policy import adapters_disabled, load_adapter
 from mlxrl.rollout import SamplingConfig
 from mlxrl.train import (
@@ -92,9 +92,12 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
         )
         console.print(
             f"{name:8} accuracy {outcome.accuracy:.3f}  reward {outcome.reward:.3f}  "
-            f"{outcome.mean_length:.1f} tokens  ({len(outcome.trajectories)} tasks, temperature {temperature:g})",
+            f"{outcome.mean_length:.1f} tokens  ({tasks_played(outcome)}, temperature {temperature:g})",
             highlight=False,
+            soft_wrap=True,
         )
+        if errors := [trajectory.error for trajectory in outcome.trajectories if trajectory.failed]:
+            warn(f"{len(errors)} of the tasks failed; the first: {errors[0]}")
 
     with adapters_disabled(session.model):
         play("base")

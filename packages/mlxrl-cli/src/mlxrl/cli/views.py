@@ -148,8 +148,14 @@ def evaluation_line(config: TrainConfig, step: int, evaluation: Evaluation) -> s
     when = "before training" if step == 0 else f"after step {step}"
     return (
         f"held-out accuracy {when}: {evaluation.accuracy:.3f}  (reward {evaluation.reward:.3f}, "
-        f"{evaluation.mean_length:.1f} tokens, {len(evaluation.trajectories)} tasks, {how})"
+        f"{evaluation.mean_length:.1f} tokens, {tasks_played(evaluation)}, {how})"
     )
+
+
+def tasks_played(evaluation: Evaluation) -> str:
+    """How many tasks an evaluation played, and of how many it does not tell."""
+    without = f", {evaluation.unscored} of them without a reward and left out" if evaluation.unscored else ""
+    return f"{len(evaluation.trajectories)} tasks{without}"
 
 
 def step_line(config: TrainConfig, metrics: dict[str, float], seconds_left: float) -> str:

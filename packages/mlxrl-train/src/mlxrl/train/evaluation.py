@@ -14,8 +14,9 @@ class Evaluation(NamedTuple):
     """The outcome of an evaluation.
 
     Args:
-        reward: mean reward.
-        accuracy: share of the tasks with full reward, every reward function at 1.
+        reward: mean reward of the trajectories that have one; 0 where none has.
+        accuracy: share of these with full reward, every reward function at 1.
+        unscored: trajectories without a reward: failed ones, and those of which all functions abstain.
         mean_length: mean number of sampled tokens.
         trajectories: what was played.
         reward_log: what went wrong with their rewards.
@@ -23,6 +24,7 @@ class Evaluation(NamedTuple):
 
     reward: float
     accuracy: float
+    unscored: int
     mean_length: float
     trajectories: tuple[Trajectory, ...]
     reward_log: RewardLog
@@ -43,7 +45,7 @@ def evaluate(
         engine: plays them.
         env_factory: makes the environments.
         tasks: the tasks.
-        rewards: how they are scored. A trajectory without a reward (failed, or all functions abstain) counts 0.
+        rewards: how they are scored.
         seed: seed of environments and sampling.
         sampling: how tokens are drawn, temperature 0 is greedy; None: as the engine draws.
     """
@@ -51,10 +53,11 @@ def evaluate(
     log = RewardLog()
     trajectories = score_rewards(engine.rollout(requests), rewards, log)
     full = sum(reward.weight for reward in rewards)
-    earned = [0.0 if trajectory.reward is None else trajectory.reward for trajectory in trajectories]
+    earned = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     return Evaluation(
         reward=mean(earned),
         accuracy=mean([float(reward >= full - 1e-6) for reward in earned]),
+        unscored=len(trajectories) - len(earned),
         mean_length=mean([trajectory.num_sampled for trajectory in trajectories]),
         trajectories=tuple(trajectories),
         reward_log=log,

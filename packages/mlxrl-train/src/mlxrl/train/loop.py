@@ -172,8 +172,8 @@ def _evaluate(session: Session, folder: RunFolder, step: int) -> Evaluation:
     )
     row = {"step": step, "tasks": len(curriculum.held_out), "temperature": session.config.eval.temperature}
     outcome = {"reward": evaluation.reward, "accuracy": evaluation.accuracy, "mean_length": evaluation.mean_length}
-    failed = {"failed": sum(trajectory.failed for trajectory in evaluation.trajectories)}
-    folder.log(folder.evaluations, row | outcome | failed)
+    failed = sum(trajectory.failed for trajectory in evaluation.trajectories)
+    folder.log(folder.evaluations, row | outcome | {"failed": failed, "unscored": evaluation.unscored})
     failures = failure_events(step, evaluation.trajectories, evaluation.reward_log)
     folder.log(folder.events, *(event | {"evaluation": True} for event in failures))
     return evaluation
