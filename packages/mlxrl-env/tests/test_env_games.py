@@ -13,7 +13,7 @@ SUITES = ("key-door", "guess-number", "recurring-text")
 ACTIONS = {
     KeyDoorEnv: ("left", "right", "take", "open"),
     GuessNumberEnv: tuple(str(number) for number in range(1, 16)),
-    RecurringStateTextEnv: ("hall", "attic", "yard", "barn", "cave", "den"),
+    RecurringStateTextEnv: ("left", "right"),
 }
 
 
@@ -117,23 +117,33 @@ def test_halving_finds_every_number_within_four_guesses(start):
 
 
 def test_a_walk_shows_its_moves_and_arrives():
-    env, first = started(RecurringStateTextEnv, (0, 2))  # hall to yard, by the attic between them
-    assert first == "At hall, goal yard. <action>NAME</action>: attic, den"
-    middle, last = env.step(say("attic")), env.step(say("yard"))
-    assert middle.observation == "At attic, goal yard. <action>NAME</action>: hall, yard"
-    assert (middle.reward, last.reward, last.terminated) == (0.0, 1.0, True)
+    env, first = started(RecurringStateTextEnv, (1, 3))
+    assert first == "<action>NAME</action>: left, right\nRoom 1 goal 3"
+    middle, last = env.step(say("right")), env.step(say("right"))
+    assert middle.observation == "<action>NAME</action>: left, right\nRoom 2 goal 3"
+    assert (middle.reward, middle.terminated) == (0.0, False)
+    assert (last.observation, last.reward, last.terminated) == ("Arrived.", 1.0, True)
+
+
+@pytest.mark.parametrize(("start", "action"), [((1, 3), "left"), ((4, 2), "right"), ((2, 4), "up")])
+def test_a_walk_into_a_wall_or_nowhere_stays_where_it_is(start, action):
+    env, first = started(RecurringStateTextEnv, start, invalid_penalty=0.2)
+    result = env.step(say(action))
+    assert (result.observation, result.reward, result.info) == (first, -0.2, {"invalid_action": True})
 
 
 def test_going_back_brings_the_same_state_again_in_another_turn():
-    env, first = started(RecurringStateTextEnv, (0, 2))
-    env.step(say("den"))
-    back = env.step(say("hall"))
+    env, first = started(RecurringStateTextEnv, (2, 4))
+    env.step(say("left"))
+    back = env.step(say("right"))
     assert env.state_id(back.observation) == env.state_id(first)
 
 
-def test_every_walk_takes_two_turns_and_every_key_door_at_most_eight():
-    assert {turns_to_win(RecurringStateTextEnv, start) for start in RecurringStateTextEnv.starts} == {2}
-    # the nearest: all in one room, take and open; the farthest: 3 to the key, take, 3 to the door, open
+def test_a_game_can_be_won_within_its_turns_from_every_start():
+    # a walk: to the next room, or from one end to the other
+    walks = [turns_to_win(RecurringStateTextEnv, start) for start in RecurringStateTextEnv.starts]
+    assert (len(walks), min(walks), max(walks)) == (12, 1, 3)
+    # the nearest key: all in one room, take and open; the farthest: 3 to the key, take, 3 to the door, open
     needed = [turns_to_win(KeyDoorEnv, start) for start in KeyDoorEnv.starts]
     assert (min(needed), max(needed)) == (2, 8)
 
@@ -254,7 +264,11 @@ def test_options_reach_the_environment():
     ("build", "words"),
     [
         (lambda: KeyDoorEnv(max_turns=0), "max_turns must be a whole number of at least 1, got 0"),
-        (lambda: RecurringStateTextEnv("a", max_turns=1), "max_turns must be a whole number of at least 2, got 1"),
+        (lambda: RecurringStateTextEnv("a", max_turns=0), "max_turns must be a whole number of at least 1, got 0"),
+        (
+            lambda: RecurringStateTextEnv(Task("", {"start": (2, 2)}, "a")),
+            r"column 'start' of task 'a' .* got \(2, 2\)",
+        ),
         (lambda: GuessNumberEnv(invalid_penalty=-1), "invalid_penalty must be a finite number of at least 0, got -1"),
         (lambda: KeyDoorEnv(invalid_penalty=float("inf")), "invalid_penalty must be a finite number"),
         (lambda: GuessNumberEnv(Task("", {"start": (16,)}, "a")), r"column 'start' of task 'a' .* got \(16,\)"),

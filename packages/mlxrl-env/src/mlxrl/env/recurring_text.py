@@ -1,27 +1,27 @@
-"""A walk through a small map whose states recur."""
+"""A walk along a few rooms whose states recur."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import permutations
 
 from mlxrl.env.game import GameSuite, TextGame, held_out_quarter
 
-ROOMS = ("hall", "attic", "yard", "barn", "cave", "den")  # a ring: each leads to the one before and the one after
+ROOMS = 4
+MOVES = {"left": -1, "right": 1}
 
 
 class RecurringStateTextEnv(TextGame):
-    """Walks from one room of a ring of six to another, two doors away.
+    """Walks along four rooms in a row, from one to another.
 
-    An observation is "At hall, goal yard. <action>NAME</action>: attic, den": where the player is, where to go, how
-    to act, and the names to choose from. The map is always the same, so it can be learned. Going back and forth, or
-    an invalid action, brings a state again, in one episode as in others of its group. A start is (room, goal), as
-    places on the ring.
+    An observation is "Room 3 goal 1", below a line with the form of an action and the moves: it tells the whole state.
+    Going back and forth, or an invalid action, brings a state again, in one episode as in others of its group. A start
+    is (room, goal), each 1 to 4 and not the same. At most three turns are needed.
 
-    See `TextGame` for the arguments; max_turns is at least 2, or no goal could be reached.
+    See `TextGame` for the arguments.
     """
 
-    starts = tuple((room, (room + way * 2) % len(ROOMS)) for room in range(len(ROOMS)) for way in (1, -1))
-    least_turns = 2
+    starts = tuple(permutations(range(1, ROOMS + 1), 2))
     won = "Arrived."
 
     def __init__(self, task: object = None, seed: int = 0, max_turns: int = 3, invalid_penalty: float = 0.0) -> None:
@@ -32,24 +32,19 @@ class RecurringStateTextEnv(TextGame):
         self.room, self.goal = self.start
 
     def observe(self) -> str:
-        """The room, the goal, the form of an action and the moves."""
-        moves = ", ".join(sorted(self._moves()))
-        return f"At {ROOMS[self.room]}, goal {ROOMS[self.goal]}. <action>NAME</action>: {moves}"
+        """The form of an action, the moves, the room and the goal."""
+        return f"<action>NAME</action>: {', '.join(MOVES)}\nRoom {self.room} goal {self.goal}"
 
     def play(self, action: str) -> bool | None:
-        """Goes to the named room, if it is next door."""
-        if action not in self._moves():
+        """Walks, unless there is a wall."""
+        if action not in MOVES or not 1 <= self.room + MOVES[action] <= ROOMS:
             return None
-        self.room = self._moves()[action]
+        self.room += MOVES[action]
         return self.room == self.goal
-
-    def _moves(self) -> dict[str, int]:
-        neighbours = ((self.room + way) % len(ROOMS) for way in (-1, 1))
-        return {ROOMS[room]: room for room in neighbours}
 
 
 def recurring_text_suite(seed: int = 0, max_turns: int = 3, invalid_penalty: float = 0.0) -> GameSuite:
-    """Walk to a room two doors away.
+    """Walk from one room to another, in four rooms in a row.
 
     There are 12 walks, 9 to train on and 3, drawn by the seed, to evaluate on.
     """
