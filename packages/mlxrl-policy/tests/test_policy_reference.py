@@ -9,7 +9,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from mlxrl.policy import adapter_parameters, adapter_replaced, adapters_disabled, dropout_active, score
+from mlxrl.policy import (
+    LoRAConfig,
+    ModelError,
+    adapter_parameters,
+    adapter_replaced,
+    adapters_disabled,
+    dropout_active,
+    score,
+)
+from mlxrl.policy.lora import attach_lora
 
 
 def leaves(tree) -> dict[str, Any]:
@@ -49,6 +58,34 @@ def test_every_class_of_adapter_is_switched_off(base, put_on, tokens, adapter_cl
     with adapters_disabled(model):
         np.testing.assert_array_equal(logits_of(model, tokens), plain)
     np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+    with pytest.raises(RuntimeError, match="midway"), adapters_disabled(model):
+        raise RuntimeError("midway")
+    np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+
+
+class Secretive(nn.Module):
+    """An adapter that keeps what it wraps under a name of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.lora_a, self.lora_b = inner, mx.ones((64, 2)), mx.zeros((2, 64))
+
+    def __call__(self, x):
+        return self.inner(x) + (x @ self.lora_a) @ self.lora_b
+
+
+class Peculiar(nn.Linear):
+    """A layer that is adapted in its own way."""
+
+    def to_lora(self, **_):
+        return Secretive(self)
+
+
+def test_a_model_whose_adapters_cannot_be_switched_off_is_refused_when_they_are_attached(base):
+    model = base("qwen3")
+    model.layers[1].self_attn.o_proj.__class__ = Peculiar
+    with pytest.raises(ModelError, match=r"not its base: model\.layers\.1\.self_attn\.o_proj\.inner\.weight differs"):
+        attach_lora(model, LoRAConfig(rank=2))
 
 
 @pytest.mark.parametrize("bits", [0, 4])

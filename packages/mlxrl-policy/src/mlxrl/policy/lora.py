@@ -107,7 +107,8 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
 
     Raises:
         ModelError: the model carries adapters already, is of an architecture that cannot be trained, `config` names
-            layers that it does not have, or asks for DoRA on layers of experts.
+            layers that it does not have, or asks for DoRA on layers of experts; or the model without its adapters is
+            not the base.
     """
     if any(adapters_of(model)):
         raise ModelError("the model already carries LoRA layers; load it again before attaching new ones.")
@@ -125,6 +126,7 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
             f"use_dora has no form for layers of experts, and {experts[0]} is one; leave it out, or set targets to "
             "other layers, e.g. ['self_attn']."
         )
+    base: dict[str, Any] = dict(tree_flatten(model.parameters()))
     mx.random.seed(config.seed)  # mlx-lm draws lora_a from the global state
     parameters = {"rank": config.rank, "scale": config.factor, "dropout": config.dropout, "keys": keys}
     linear_to_lora_layers(model, config.last_layers or len(blocks_of(model)), parameters, use_dora=config.use_dora)
@@ -135,6 +137,10 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
             keys=[name for name, _ in tree_flatten(leaves)], recurse=False
         )  # a fused layer has lists of them
     model.eval()
+    with adapters_disabled(model):
+        reference: dict[str, Any] = dict(tree_flatten(model.parameters()))
+    if differ := [name for name in sorted(base | reference) if base.get(name) is not reference.get(name)]:
+        raise ModelError(f"without its adapters the model is not its base: {differ[0]} differs; adapt other layers.")
     return keys
 
 
