@@ -78,6 +78,7 @@ def test_a_step_without_an_informative_group_is_skipped_even_with_a_kl_term(valu
     assert groups.kept == []
     assert session.loader.position == 2 * 2  # two draws of groups_per_step
     assert (metrics["skipped"], metrics["grad_norm"], metrics["scored_rows"]) == (1, 0, 0)
+    assert [metrics[f"forwards/{kind}"] for kind in ("old", "reference", "score")] == [0, 0, 0]
     for name, value in tree_flatten(session.model.trainable_parameters()):
         assert (np.array(value) == before[name]).all()
 
