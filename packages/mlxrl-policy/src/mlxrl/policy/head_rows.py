@@ -26,18 +26,26 @@ def row_scorer(model: nn.Module, head: Head, names: list[str]) -> RowScorer:
 
     def run(parameters: list[mx.array], hidden_C_D: mx.array, targets_C: mx.array, temperature_C: mx.array) -> Results:
         model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
-        logits_C_V = head(hidden_C_D).astype(mx.float32) / temperature_C[:, None]
-        shifted_C_V = logits_C_V - mx.stop_gradient(logits_C_V.max(axis=-1, keepdims=True))
-        exp_C_V = mx.exp(shifted_C_V)
-        total_C = exp_C_V.sum(axis=-1)
-        log_total_C = mx.log(total_C)
-        target_C = mx.take_along_axis(shifted_C_V, targets_C[:, None], axis=-1)[:, 0]
-        # entropy = log total - mean of the shifted logits; a logit of -inf has weight 0 there, not NaN
-        mean_C = (exp_C_V * mx.maximum(shifted_C_V, WEIGHTLESS)).sum(axis=-1) / total_C
-        is_top_C = (target_C == 0).astype(mx.float32)  # the largest logit was shifted to 0
-        return target_C - log_total_C, mx.stop_gradient(log_total_C - mean_C), mx.stop_gradient(is_top_C)
+        logprobs_C, entropy_C, is_top_C, _ = judged(head(hidden_C_D), targets_C, temperature_C)
+        return logprobs_C, mx.stop_gradient(entropy_C), mx.stop_gradient(is_top_C)
 
     return run
+
+
+def judged(logits_C_V: mx.array, targets_C: mx.array, temperature_C: mx.array) -> WithSlopes:
+    """What rows of logits say of their targets, and d logprob / d logits = (1[v = target] - softmax) / temperature."""
+    logits_C_V = logits_C_V.astype(mx.float32) / temperature_C[:, None]
+    shifted_C_V = logits_C_V - mx.stop_gradient(logits_C_V.max(axis=-1, keepdims=True))
+    exp_C_V = mx.exp(shifted_C_V)
+    total_C = exp_C_V.sum(axis=-1)
+    log_total_C = mx.log(total_C)
+    target_C = mx.take_along_axis(shifted_C_V, targets_C[:, None], axis=-1)[:, 0]
+    # entropy = log total - mean of the shifted logits; a logit of -inf has weight 0 there, not NaN
+    mean_C = (exp_C_V * mx.maximum(shifted_C_V, WEIGHTLESS)).sum(axis=-1) / total_C
+    is_top_C = (target_C == 0).astype(mx.float32)  # the largest logit was shifted to 0
+    is_target_C_V = mx.arange(shifted_C_V.shape[-1]) == targets_C[:, None]
+    slope_C_V = (is_target_C_V - exp_C_V / total_C[:, None]) / temperature_C[:, None]
+    return target_C - log_total_C, log_total_C - mean_C, is_top_C, slope_C_V
 
 
 def recomputed_chunks(
@@ -83,29 +91,36 @@ def recomputed_chunks(
 
 
 def chunks_with_slopes(
-    score_rows: RowScorer, size: int, targets_M: mx.array, temperature_M: mx.array
+    head: Head, size: int, targets_M: mx.array, temperature_M: mx.array
 ) -> Callable[[mx.array], WithSlopes]:
-    """`score_rows` of a frozen head on `size` rows at a time, with d logprob / d hidden of each row as a last result.
+    """What a frozen head says of `size` rows at a time, with d logprob / d hidden of each row as a last result.
 
     Rows do not see each other, so one product with the head's transpose gives the slopes of all rows of a chunk while
     its logits are there, and the backward pass only scales them: the head is never run again. The slopes have the
     hidden states' dtype, as the gradient that any backward pass sends into the trunk.
     """
     cuts = list(range(size, targets_M.size, size))
+    judge = _judged_in_few_kernels if mx.default_device().type == mx.gpu else judged
 
     def forward(hidden_M_D: mx.array) -> WithSlopes:
         results: list[WithSlopes] = []
         chunks = zip(*(mx.split(values, cuts) for values in (hidden_M_D, targets_M, temperature_M)), strict=True)
         for hidden_C_D, targets_C, temperature_C in chunks:
-
-            def rows(hidden_C_D: mx.array, targets_C=targets_C, temperature_C=temperature_C) -> Results:
-                return score_rows([], hidden_C_D, targets_C, temperature_C)
-
             if results:
                 (hidden_C_D,) = mx.depends([hidden_C_D], list(results[-1]))
-            ones_C, zeros_C = mx.ones_like(temperature_C), mx.zeros_like(temperature_C)
-            (logprobs_C, entropy_C, is_top_C), (slope_C_D,) = mx.vjp(rows, [hidden_C_D], [ones_C, zeros_C, zeros_C])
-            results.append((logprobs_C, entropy_C, is_top_C, slope_C_D))
+
+            def along_slope(
+                hidden_C_D: mx.array, targets_C=targets_C, temperature_C=temperature_C
+            ) -> tuple[mx.array, Results]:
+                logits_C_V = head(hidden_C_D)
+                logprobs_C, entropy_C, is_top_C, slope_C_V = judge(
+                    mx.stop_gradient(logits_C_V), targets_C, temperature_C
+                )
+                along = (logits_C_V * slope_C_V.astype(logits_C_V.dtype)).sum()  # d along / d logits is the slope
+                return along, (logprobs_C, entropy_C, is_top_C)
+
+            (_, of_rows), slope_C_D = mx.value_and_grad(along_slope)(hidden_C_D)
+            results.append((*of_rows, slope_C_D))
         logprobs_M, entropy_M, is_top_M, slope_M_D = (mx.concatenate(list(p)) for p in zip(*results, strict=True))
         return logprobs_M, entropy_M, is_top_M, slope_M_D
 
@@ -115,3 +130,6 @@ def chunks_with_slopes(
     run: Any = mx.custom_function(forward)
     run.vjp(backward)
     return run
+
+
+_judged_in_few_kernels: Any = mx.compile(judged)

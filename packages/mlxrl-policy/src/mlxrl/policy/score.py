@@ -98,10 +98,10 @@ def score(
     logits, positions = CPU_CHUNK if mx.default_device().type == mx.cpu else CUDA_CHUNK if on_cuda() else CHUNK
     size = chunk_size or max(positions, logits // _vocabulary_size(head, hidden_M_D))
     parameters = _outside_the_blocks(model)
-    scorer = row_scorer(model, head, list(parameters))
     if with_gradient and halves is not None and not parameters:
-        *results, _ = chunks_with_slopes(scorer, size, targets_M, temperature_M)(hidden_M_D)
+        *results, _ = chunks_with_slopes(head, size, targets_M, temperature_M)(hidden_M_D)
     else:
+        scorer = row_scorer(model, head, list(parameters))
         results = recomputed_chunks(scorer, size, targets_M, temperature_M)(list(parameters.values()), hidden_M_D)
 
     places = np.full(token_ids_B_T.shape, rows_M.size, dtype=np.int32)  # unscored tokens read the 0 at the end
