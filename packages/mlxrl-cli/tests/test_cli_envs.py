@@ -16,6 +16,7 @@ import pytest
 from mlxrl.cli import main
 from mlxrl.cli.envs import random_player
 from mlxrl.env import env_names
+from mlxrl.env.adapters import LIBRARIES
 
 PROGRAM = "import sys; sys.argv[0] = 'mlxrl-cli'; from mlxrl.cli import main; main()"
 OWN = '''
@@ -69,15 +70,38 @@ def own(tmp_path):
 
 
 def test_the_list_names_every_environment_with_turns_reward_and_options(tmp_path):
-    output = envs(folder=tmp_path)
-    assert [line.split()[0] for line in output.splitlines() if re.match(r"[a-z]+(-[a-z]+)* .", line)][1:-1] == list(
+    output, _, libraries = envs(folder=tmp_path).partition("of another library")
+    assert [line.split()[0] for line in output.splitlines() if re.match(r"[a-z]+(-[a-z]+)* .", line)][1:] == list(
         env_names()
     )
+    assert re.findall(r"^([a-z-]+):NAME ", libraries, re.MULTILINE) == list(LIBRARIES)
     assert re.search(r"^frozen-lake +10 +its own +Walk over the ice to the goal", output, re.MULTILINE)
     assert re.search(r"^arithmetic +1 +answer_tag +Asks ", output, re.MULTILINE)
     assert re.search(r"^dataset +- +- +Plain prompts", output, re.MULTILINE)
     assert "side=4, slippery=false" in output
     assert "path (required), format, " in output
+
+
+def test_a_library_that_is_not_installed_is_listed_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "textarena", None)  # Python's mark for what cannot be imported
+    line = r'^textarena:NAME +not installed: pip install "mlxrl-env\[textarena\]" *$'
+    assert re.search(line, envs(folder=tmp_path), re.MULTILINE)
+    assert 'pip install "mlxrl-env[textarena]"' in envs("textarena", folder=tmp_path, expect=2)
+
+
+def test_the_environments_of_a_library_that_is_installed_are_counted_listed_and_played(tmp_path):
+    pytest.importorskip("gymnasium", reason='needs pip install "mlxrl-env[gymnasium]"')
+    names = envs("gymnasium", folder=tmp_path).split()
+    assert "gymnasium:FrozenLake-v1" in names
+    counted = re.search(r"^gymnasium:NAME +(\d+), such as (.*?) *$", envs(folder=tmp_path), re.MULTILINE)
+    assert counted is not None
+    assert int(counted[1]) == len(names)
+    assert {f"gymnasium:{name}" for name in counted[2].split(", ")} < {*names}
+    assert envs("gymnasium:FrozenLake-v1", "--random", folder=tmp_path).startswith("gymnasium:FrozenLake-v1, task")
+
+
+def test_a_library_that_lists_no_environments_says_so(tmp_path):
+    assert "name one as verifiers:NAME" in envs("verifiers", folder=tmp_path, expect=2)
 
 
 @pytest.mark.parametrize("name", sorted(set(env_names()) - {"dataset", "jsonl"}))

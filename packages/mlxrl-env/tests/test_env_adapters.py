@@ -1,5 +1,6 @@
 """Environments of other libraries: their names, what is said where a library is missing, chance of each game's own."""
 
+import importlib.util
 import random
 import sys
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxrl.env import Task, describe_env, make_env
-from mlxrl.env.adapters import LIBRARIES
+from mlxrl.env.adapters import LIBRARIES, is_installed, library_names
 from mlxrl.env.adapters.seeded import NumberedSuite, OwnChance
 
 MODULES = {
@@ -40,6 +41,24 @@ def test_a_description_needs_no_library(name, monkeypatch):
     assert described.name == name
     assert 10 < len(described.summary) <= 100
     assert described.required == (("path",) if name.startswith("skyrl-gym") else ())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_a_library_lists_has_the_names_that_are_played(name):
+    library, _, inner = name.partition(":")
+    assert is_installed(library) == (importlib.util.find_spec(LIBRARIES[library].module) is not None)
+    pytest.importorskip(LIBRARIES[library].module, reason=f'needs pip install "mlxrl-env[{library}]"')
+    names = library_names(library)
+    assert list(names) == sorted(set(names))
+    assert (inner in names) == (LIBRARIES[library].names is not None)
+
+
+@pytest.mark.parametrize("library", [name for name in LIBRARIES if LIBRARIES[name].names])
+def test_names_of_a_library_that_is_not_installed_cannot_be_listed(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, LIBRARIES[library].module, None)
+    assert not is_installed(library)
+    with pytest.raises(ValueError, match=rf'"mlxrl-env\[{library}\]"'):
+        library_names(library)
 
 
 def test_a_library_may_be_spelled_with_underscores_and_capitals():

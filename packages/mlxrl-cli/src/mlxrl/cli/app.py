@@ -118,11 +118,14 @@ def envs(
     at_random: Annotated[bool, typer.Option("--random", help="Draw the actions instead of asking for them.")] = False,
     set_: Annotated[list[str], typer.Option("--set", help="OPTION=VALUE of the environment; may be repeated.")] = [],  # noqa: B006
 ) -> None:
-    """List the environments, or play an episode of one: a name, or path/to/file.py:factory."""
+    """List the environments, or play an episode of one: a name, LIBRARY:NAME, or path/to/file.py:factory."""
     from mlxrl.cli import envs
+    from mlxrl.env.adapters import LIBRARIES
 
     if name is None:
         envs.run_list()
+    elif name in LIBRARIES:
+        envs.run_library(name)
     else:
         envs.run_episode(name, set_, task=task, seed=seed, at_random=at_random)
 

@@ -28,6 +28,7 @@ from mlxrl.env import (
     make_env,
     reward_function,
 )
+from mlxrl.env.adapters import LIBRARIES, is_installed, library_names
 from mlxrl.env.wordle import WORDS
 from mlxrl.train import ConfigError, RunError
 
@@ -48,9 +49,33 @@ def run_list() -> None:
         table.add_row(name, *_turns_and_reward(name), told)
     console = Console()
     console.print(table)
+    console.print()
+    libraries = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for header in ("of another library", "environments"):
+        libraries.add_column(header)
+    for library in LIBRARIES:
+        libraries.add_row(f"{library}:NAME", Text(_installed(library)))
+    console.print(libraries)
     console.print(
-        "\nmlxrl-cli envs NAME plays an episode; NAME may be your own path/to/file.py:factory.", highlight=False
+        "\nmlxrl-cli envs NAME plays an episode; NAME may be your own path/to/file.py:factory. "
+        "mlxrl-cli envs LIBRARY lists all names of a library.",
+        highlight=False,
     )
+
+
+def run_library(library: str) -> None:
+    """Print the names of a library's environments, one a line.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be imported.
+    """
+    try:
+        names = library_names(library)
+    except Exception as error:  # what a library's import raises
+        raise ConfigError(str(error)) from error
+    if not names:
+        raise ConfigError(f"nothing lists the environments of {library}; name one as {library}:NAME.")
+    Console().print("\n".join(f"{library}:{name}" for name in names), highlight=False, markup=False, soft_wrap=True)
 
 
 def run_episode(name: str, settings: Sequence[str], *, task: str | None, seed: int, at_random: bool) -> None:
@@ -161,6 +186,18 @@ def _show(console: Console, observation: str | Sequence[Message]) -> str:
 
 def _say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _installed(library: str) -> str:
+    """How many environments a library has, and some of them; or how to get it."""
+    if not is_installed(library):
+        return f'not installed: pip install "mlxrl-env[{library}]"'
+    try:
+        names = library_names(library)
+    except Exception as error:  # what a library's import raises
+        return f"installed, and broken: {type(error).__name__}: {error}"
+    some = ", ".join(names[:: max(1, len(names) // 4)][:4])
+    return f"{len(names)}, such as {some}" if names else "installed; nothing lists them"
 
 
 def _turns(count: int) -> str:

@@ -44,7 +44,7 @@ def gem_suite(
     library = _quietly_loaded()
     if max_turns is not None:
         parameters = {**parameters, "max_turns": check_whole("max_turns", max_turns, 1)}
-    known: Mapping[str, Any] = load_library("gem.envs.registration", "gem").ENV_REGISTRY
+    known = gem_names()
     if env_id not in known:
         raise unknown("environment of GEM", env_id, known)
 
@@ -56,6 +56,13 @@ def gem_suite(
     except Exception as error:  # an environment's data or parameters may be wrong in any way
         raise cannot_be_had(name, error) from error
     return NumberedSuite(name, make, size, eval_size, seed)
+
+
+def gem_names() -> Sequence[str]:
+    """The ids of GEM's environments."""
+    _quietly_loaded()
+    known: Mapping[str, Any] = load_library("gem.envs.registration", "gem").ENV_REGISTRY
+    return list(known)
 
 
 class GemEnv:

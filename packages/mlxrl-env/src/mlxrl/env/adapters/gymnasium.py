@@ -66,7 +66,7 @@ def gymnasium_suite(
     except Exception as error:  # of its own errors, of what the environment raises, of modules it lacks
         raise cannot_be_had(name, error) from error
     drawn = {"render_mode": "ansi"} if "ansi" in modes else {}
-    names = tuple(actions) or ACTIONS.get(re.sub(r"-v\d+$", "", env_id.rpartition("/")[2]), ())
+    names = tuple(actions) or ACTIONS.get(_family(env_id), ())
 
     def make(number: int, chance: int) -> GymnasiumEnv:
         environment = library.make(env_id, disable_env_checker=True, **parameters, **drawn)
@@ -74,6 +74,12 @@ def gymnasium_suite(
 
     make(0, 0)  # refuses what cannot be acted in by text
     return NumberedSuite(name, make, size, eval_size, seed)
+
+
+def gymnasium_names() -> Sequence[str]:
+    """The ids of the environments whose actions have names in `ACTIONS`; others may be playable too."""
+    known: Mapping[str, Any] = load_library("gymnasium", "gymnasium").envs.registry
+    return [env_id for env_id in known if _family(env_id) in ACTIONS]
 
 
 class GymnasiumEnv:
@@ -165,6 +171,11 @@ def read_choice(text: str, names: Sequence[str], first: int = 0) -> int | None:
         if found:
             return spelled.index(found[-1])
     return None
+
+
+def _family(env_id: str) -> str:
+    """An id without its version and what stands before its last slash."""
+    return re.sub(r"-v\d+$", "", env_id.rpartition("/")[2])
 
 
 def _action_names(space: Any, names: Sequence[str]) -> tuple[Sequence[str], int]:

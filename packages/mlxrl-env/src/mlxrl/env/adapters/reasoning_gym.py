@@ -52,6 +52,12 @@ def reasoning_gym_suite(
     return ReasoningGymSuite(name, dataset, held_out, instruction)
 
 
+def reasoning_gym_names() -> Sequence[str]:
+    """The tasks of reasoning-gym."""
+    known: Mapping[str, Any] = load_library("reasoning_gym.factory", "reasoning-gym").DATASETS
+    return list(known)
+
+
 class ReasoningGymSuite:
     """The questions of a dataset of reasoning-gym, each a single turn; it rewards by itself.
 

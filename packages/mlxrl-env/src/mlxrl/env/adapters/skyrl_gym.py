@@ -31,8 +31,8 @@ def skyrl_gym_suite(
     """
     name = f"skyrl-gym:{env_id}"
     library = load_library("skyrl_gym", "skyrl-gym")
-    if env_id not in library.registry:
-        raise unknown("environment of SkyRL-Gym", env_id, library.registry)
+    if env_id not in (known := skyrl_gym_names()):
+        raise unknown("environment of SkyRL-Gym", env_id, known)
     config = load_library("omegaconf", "skyrl-gym").OmegaConf.create(dict(env_config or {}))
     given = checked_options(f"environment {name!r}", DatasetSuite, table, where="[environment]", given=("path",))
     suite = SkyRLGymSuite(name, library, env_id, config, DatasetSuite(path, **given))
@@ -42,6 +42,11 @@ def skyrl_gym_suite(
     except Exception as error:  # an environment asserts what it needs of a row
         raise cannot_be_had(name, error) from error
     return suite
+
+
+def skyrl_gym_names() -> Sequence[str]:
+    """The ids of SkyRL-Gym's environments."""
+    return list(load_library("skyrl_gym", "skyrl-gym").registry)
 
 
 class SkyRLGymSuite:

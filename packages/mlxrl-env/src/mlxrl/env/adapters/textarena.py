@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from mlxrl.env.adapters.libraries import cannot_be_had, load_library
@@ -37,10 +37,8 @@ def textarena_suite(
     """
     name = f"textarena:{env_id}"
     library = load_library("textarena", "textarena")
-    known = load_library("textarena.envs.registration", "textarena").ENV_REGISTRY
-    if env_id not in known:
-        plain = (game for game in known if not game.endswith(("-raw", "-train")))  # not each in its three wrappings
-        raise unknown("game of TextArena", env_id, plain)
+    if env_id not in load_library("textarena.envs.registration", "textarena").ENV_REGISTRY:
+        raise unknown("game of TextArena", env_id, textarena_names())
     if max_turns is not None:
         check_whole("max_turns", max_turns, 1)
 
@@ -52,6 +50,12 @@ def textarena_suite(
     except Exception as error:  # games for more players, and games without their word lists, raise when they start
         raise cannot_be_had(name, error) from error
     return NumberedSuite(name, make, size, eval_size, seed)
+
+
+def textarena_names() -> Sequence[str]:
+    """The ids of TextArena's games, those for more players among them, but not each in its three wrappings."""
+    known: Mapping[str, Any] = load_library("textarena.envs.registration", "textarena").ENV_REGISTRY
+    return [game for game in known if not game.endswith(("-raw", "-train"))]
 
 
 class TextArenaEnv:
