@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from mlxrl.policy.adapter_gradients import lean_adapters
 from mlxrl.policy.checkpointing import draws_dropout
 from mlxrl.policy.gated_delta import differentiable_gated_delta
 from mlxrl.policy.gradient_caches import gradient_caches, spread
@@ -96,7 +97,7 @@ def read(model: nn.Module, trunk: Trunk, rows: Rows, reading: Reading) -> tuple[
         padded[i, : len(row)] = row
     stems_N_P = mx.array(padded[reading.stems, :depth])
     places_R_W = np.array(reading.stem_of)[:, None] * depth + np.arange(width)
-    with differentiable_gated_delta():
+    with differentiable_gated_delta(), lean_adapters(model):
         if not reading.tails:
             return trunk(stems_N_P).flatten(0, 1), places_R_W
         caches: Any = gradient_caches(model)

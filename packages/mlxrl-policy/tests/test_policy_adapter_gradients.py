@@ -1,0 +1,111 @@
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
+
+from mlxrl.policy import score
+from mlxrl.policy.adapter_gradients import LeanLoRALinear, lean_adapters, low_rank_term
+
+
+def chain(num_layers: int, width: int, dtype: mx.Dtype) -> nn.Module:
+    """Adapted layers one after the other, with factors in float32 that are trained."""
+    mx.random.seed(0)
+    layers = []
+    for _ in range(num_layers):
+        linear = nn.Linear(width, width, bias=False)
+        linear.set_dtype(dtype)
+        linear.freeze()
+        adapter = LoRALinear.from_base(linear, r=4, scale=2.0)
+        adapter.lora_b = 0.1 * mx.random.normal(adapter.lora_b.shape)
+        layers.append(adapter)
+    model = nn.Sequential(*layers)
+    model.eval()
+    return model
+
+
+def slopes(model: nn.Module, x: mx.array, *, lean: bool):
+    def loss(model: nn.Module) -> mx.array:
+        y = model(x).astype(mx.float32)
+        return (y * y).mean()
+
+    if not lean:
+        return nn.value_and_grad(model, loss)(model)
+    with lean_adapters(model):
+        return nn.value_and_grad(model, loss)(model)
+
+
+DTYPES = [mx.float32, mx.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7)])
+def test_value_and_slopes_of_the_term_are_those_of_autodiff(shape, dtype):
+    mx.random.seed(1)
+    x = mx.random.normal(shape).astype(dtype)
+    a, b = mx.random.normal((7, 3)), mx.random.normal((3, 6))
+    slope = mx.random.normal((*shape[:-1], 6)).astype(dtype)
+
+    def plain(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        return (1.5 * ((x @ a) @ b)).astype(x.dtype)
+
+    (expected,), expected_slopes = mx.vjp(plain, [x, a, b], [slope])
+    (got,), got_slopes = mx.vjp(lambda x, a, b: low_rank_term(x, a, b, 1.5), [x, a, b], [slope])
+    assert mx.array_equal(got, expected)
+    for got_slope, expected_slope in zip(got_slopes, expected_slopes, strict=True):
+        assert (got_slope.dtype, got_slope.shape) == (expected_slope.dtype, expected_slope.shape)
+        error = mx.linalg.norm((got_slope - expected_slope).astype(mx.float32))
+        assert error <= 1e-5 * mx.linalg.norm(expected_slope.astype(mx.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_that_keep_less_have_the_same_gradient(dtype):
+    peaks, results = {False: [], True: []}, []
+    for num_layers in (12, 48):
+        model, x = chain(num_layers, 128, dtype), mx.random.normal((1024, 128), key=mx.random.key(2)).astype(dtype)
+        mx.eval(model.parameters(), x)
+        for lean in (False, True):
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            results.append(slopes(model, x, lean=lean))
+            mx.eval(results[-1])
+            peaks[lean].append(mx.get_peak_memory() - before)
+    plain, lean = ((more - less) / 36 for less, more in (peaks[False], peaks[True]))  # a layer
+    assert lean < 1.1 * x.nbytes  # its input
+    assert lean < {mx.float32: 1.05, mx.bfloat16: 0.6}[dtype] * plain
+    (value, gradient), (lean_value, lean_gradient) = results[:2]
+    assert value.item() == lean_value.item()
+    expected, got = dict(tree_flatten(gradient)), dict(tree_flatten(lean_gradient))
+    assert expected.keys() == got.keys()
+    assert len(expected) == 2 * 12
+    for name, wanted in expected.items():
+        assert mx.linalg.norm(got[name] - wanted) <= 1e-5 * mx.linalg.norm(wanted), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_scores_have_the_gradient_of_plain_layers(policy, tokens, mask, checkpointed, dtype, monkeypatch):
+    model = policy("qwen3", grad_checkpoint=checkpointed)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.Linear | nn.RMSNorm):
+            module.set_dtype(dtype)
+    called = []
+    lean_call = LeanLoRALinear.__call__
+
+    def call(self, x: mx.array) -> mx.array:
+        called.append(x.dtype)
+        return lean_call(self, x)
+
+    def gradient():
+        loss = lambda: score(model, tokens, mask, with_gradient=True).logprobs.sum()  # noqa: E731
+        return dict(tree_flatten(nn.value_and_grad(model, loss)()[1]))
+
+    monkeypatch.setattr(LeanLoRALinear, "__call__", call)
+    lean = gradient()
+    assert set(called) == {dtype}
+    monkeypatch.setattr(LeanLoRALinear, "__call__", LoRALinear.__call__)
+    for name, wanted in gradient().items():
+        assert mx.linalg.norm(lean[name] - wanted) <= 1e-5 * mx.linalg.norm(wanted), name
+    classes = {type(module) for module in model.modules()}
+    assert LoRALinear in classes
+    assert LeanLoRALinear not in classes
