@@ -46,11 +46,12 @@ def run(command, folder, **environment):
 def workplace(tmp_path_factory):
     """A folder with the files that the README's own config and commands speak of, over the embedded model."""
     folder = tmp_path_factory.mktemp("workplace")
-    (config,) = blocks("toml")
-    config = config.replace("mlx-community/Qwen3-0.6B-4bit", "embedded").replace("steps = 200", "steps = 2")
-    config = config.replace("tasks = 50", "tasks = 2").replace("max_completion_len = 512", "max_completion_len = 16")
-    (folder / "my.toml").write_text(config)
+    for name, config in zip(("my.toml", "corridor.toml"), blocks("toml"), strict=True):
+        config = config.replace("mlx-community/Qwen3-0.6B-4bit", "embedded").replace("steps = 200", "steps = 2")
+        config = re.sub("max_completion_len = [0-9]+", "max_completion_len = 16", config)
+        (folder / name).write_text(config.replace("tasks = 50", "tasks = 2"))
     (folder / "my_rewards.py").write_text(python_block("def short"))
+    (folder / "my_env.py").write_text(python_block("def corridor"))
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     return folder
 
@@ -84,6 +85,23 @@ def test_the_commands_for_a_run_of_ones_own_work_in_order(workplace):
     rows = [json.loads(line) for line in (workplace / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all("rewards/my_rewards.py:short/mean" in row for row in rows)
+
+
+def test_an_environment_of_ones_own_fits_on_a_page_and_is_trained_by_a_config_alone(workplace):
+    assert len(python_block("def corridor").splitlines()) <= 25
+    run(["mlxrl-cli", "train", "--config", "corridor.toml", "--output", "runs/corridor"], workplace)
+    folder = workplace / "runs/corridor"
+    metrics, rollouts = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("metrics", "rollouts")
+    )
+    assert [(row["step"], row["failed"]) for row in metrics] == [(1, 0), (2, 0)]
+    assert all("anchor_share" in row for row in metrics)  # of gigpo, from the states
+    # 2 steps of 8 tasks, 8 episodes each
+    assert len(rollouts) == 128
+    assert {len(row["turns"]) for row in rollouts} <= {1, 2, 3, 4, 5, 6}
+    assert all(row["reward"] == sum(turn["reward"] for turn in row["turns"]) for row in rollouts)
+    assert (folder / "adapters/adapters.safetensors").is_file()
 
 
 def test_the_races_are_run(tmp_path):
