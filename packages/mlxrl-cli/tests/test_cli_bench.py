@@ -113,7 +113,7 @@ def test_update_trains_the_same_tokens_for_all():
     report, table = bench("update", "--prompts", 2, "--max-tokens", 5, *SMALL, "--samples", 3)
     # 2 prompts x 3 samples x 5 tokens
     assert {name: row["tokens"] for name, row in by_name(report).items()} == dict.fromkeys(
-        ["mlxrl", "plain", "checkpointed"], 30
+        ["mlxrl", "plain", "fused", "checkpointed"], 30
     )
     assert_follows_from_rounds(report)
     assert "2 prompts x 3 samples, 9 tokens and 5 more that are trained" in table
@@ -132,6 +132,7 @@ def test_every_step_has_the_same_gradient_and_leaves_the_policy_as_it_is(policy,
     norms = {name: step() for name, step in update_steps(policy, update_work(micro_batch_tokens)).items()}
     assert norms["mlxrl"] > 0
     assert norms["plain"] == pytest.approx(norms["mlxrl"], rel=1e-4)
+    assert norms["fused"] == pytest.approx(norms["mlxrl"], rel=1e-4)
     assert norms["checkpointed"] == pytest.approx(norms["mlxrl"], rel=1e-4)
     for name, value in adapter_parameters(policy.model).items():
         np.testing.assert_array_equal(value, before[name])
@@ -266,7 +267,7 @@ BAD = [
     (["rollout", "--only", "inductive-mlxrl:train"], ["--only", "loop, batch-generator", "inductive-mlxrl:train"]),
     (["multiturn", "--only", "batch-generator"], ["--only", "loop", "'batch-generator'"]),
     (["multiturn", "--weights", "mixed"], ["--weights", "shared or merged", "'mixed'"]),
-    (["update", "--only", "loop"], ["--only", "plain, checkpointed", "'loop'"]),
+    (["update", "--only", "loop"], ["--only", "plain, fused, checkpointed", "'loop'"]),
     (["multiturn", "--json", "no/folder/bench.json"], ["--json", "no/folder/bench.json", "exists"]),
     (["multiturn", "--shape", "huge"], ["--shape", "tiny, tiny-32k, qwen3-0.6b", "'huge'"]),
     (["multiturn", "--bits", 3], ["--bits", "4, 8, 16 or 32", "3"]),

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxrl.algo import Correction, algorithm_names, make_algorithm
-from mlxrl.policy import shares_prefixes
+from mlxrl.policy import shares_prefixes, whole_rows
 from mlxrl.rollout import Role
 from mlxrl.train import Objective, batch_gradient, make_batch
 
@@ -298,12 +298,11 @@ def test_prompts_that_are_shared_leave_the_gradient_of_rows_read_alone(load, ali
     assert shares_prefixes(model)
     batch = batch_of(model, alike, algorithm, beta=beta, old=old)
     together, metrics = gradient_of(model, batch, algorithm, mode)
-    object.__setattr__(model, "_prefixes_are_shareable", False)  # as a model whose caches do not allow it
-    alone_batch = batch_of(model, alike, algorithm, beta=beta, old=old)
-    alone, alone_metrics = gradient_of(model, alone_batch, algorithm, mode, max_rows=1)
+    with whole_rows(model):
+        alone_batch = batch_of(model, alike, algorithm, beta=beta, old=old)
+        alone, alone_metrics = gradient_of(model, alone_batch, algorithm, mode, max_rows=1)
     assert distance(together, alone) < 5e-6
     assert without_passes(metrics) == pytest.approx(without_passes(alone_metrics), rel=1e-4, abs=1e-5)
-    object.__setattr__(model, "_prefixes_are_shareable", True)
     for limits in ({"max_rows": 4}, {"max_rows": 3}, {"max_tokens": 60}):
         assert distance(gradient_of(model, batch, algorithm, mode, **limits)[0], alone) < 5e-6, limits
 

@@ -11,7 +11,7 @@ from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapter_replaced, adapte
 from mlxrl.policy.merged import MergedPolicy
 from mlxrl.policy.rows import flatten_quantized_rows, on_cuda
 from mlxrl.policy.score import Scores, score
-from mlxrl.policy.shared_prefix import Reading, plan_reading, shares_prefixes
+from mlxrl.policy.shared_prefix import Reading, plan_reading, shares_prefixes, whole_rows
 from mlxrl.policy.targets import is_target
 
 __all__ = [
@@ -40,4 +40,5 @@ __all__ = [
     "score",
     "shares_prefixes",
     "split_head",
+    "whole_rows",
 ]

@@ -5,7 +5,8 @@ the rest of every *tail*, a row that is longer, from caches that a gradient flow
 the passes few and large; it is the one that leaves the trunk the fewest tokens, padding included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -124,6 +125,17 @@ def shares_prefixes(model: nn.Module) -> bool:
     if not hasattr(model, "_prefixes_are_shareable"):
         object.__setattr__(model, "_prefixes_are_shareable", _verified(model))
     return bool(model._prefixes_are_shareable)
+
+
+@contextmanager
+def whole_rows(model: nn.Module) -> Iterator[None]:
+    """Within the context every row of `model` is read whole, whatever others begin with."""
+    shareable = shares_prefixes(model)
+    object.__setattr__(model, "_prefixes_are_shareable", False)
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "_prefixes_are_shareable", shareable)
 
 
 def _verified(model: nn.Module) -> bool:

@@ -107,7 +107,11 @@ def update(
     only: Only = [],  # noqa: B006
     json: Json = None,
 ) -> None:
-    """A training step, forward, backward and optimizer: trained tokens a second, and peak memory."""
+    """A training step, forward, backward and optimizer: trained tokens a second, and peak memory.
+
+    mlxrl reads what the rows of a prompt share once, and runs the head in chunks. plain does neither, fused the second
+    alone; checkpointed does both, and recomputes each block in the backward pass.
+    """
     settings: dict[str, Any] = dict(locals())
     from mlxrl.cli.bench import commands
 

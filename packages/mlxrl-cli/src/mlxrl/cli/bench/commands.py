@@ -103,7 +103,7 @@ def run_multiturn(settings: dict[str, Any]) -> None:
 def run_update(settings: dict[str, Any]) -> None:
     """Time training steps; `settings` are the command's options by name."""
     check(settings)
-    names = chosen_names("update", [training.PLAIN, training.CHECKPOINTED], settings)
+    names = chosen_names("update", [training.PLAIN, training.FUSED, training.CHECKPOINTED], settings)
     with ExitStack() as stack:
         policy, folder = prepare(stack, settings)
         sizes = ("prompts", "samples", "prompt_len", "max_tokens", "micro_batch_tokens", "seed")

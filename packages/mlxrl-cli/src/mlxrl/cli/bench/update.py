@@ -15,11 +15,11 @@ from mlxrl.cli.bench.models import BenchPolicy
 from mlxrl.cli.bench.ours import NAME
 from mlxrl.cli.bench.work import UpdateWork
 from mlxrl.env import StopReason
-from mlxrl.policy import checkpoint_blocks
+from mlxrl.policy import checkpoint_blocks, whole_rows
 from mlxrl.rollout import Role, Segment, Trajectory, Turn
 from mlxrl.train import TrainBatch, batch_from_rollouts, optimizer_step
 
-PLAIN, CHECKPOINTED = "plain", "checkpointed"
+PLAIN, FUSED, CHECKPOINTED = "plain", "fused", "checkpointed"
 
 
 def update_steps(policy: BenchPolicy, work: UpdateWork) -> dict[str, Callable[[], float]]:
@@ -71,7 +71,12 @@ def update_steps(policy: BenchPolicy, work: UpdateWork) -> dict[str, Callable[[]
         mx.eval(model.trainable_parameters(), optimizer.state)  # the step is taken
         return float(norm)
 
-    return {NAME: lambda: ours(False), PLAIN: plain, CHECKPOINTED: lambda: ours(True)}
+    def fused() -> float:
+        """Every row is read whole, and the head runs in chunks with its gradient beside."""
+        with whole_rows(model):
+            return ours(False)
+
+    return {NAME: lambda: ours(False), PLAIN: plain, FUSED: fused, CHECKPOINTED: lambda: ours(True)}
 
 
 def plain_logprobs(model: nn.Module, work: UpdateWork, rows: slice) -> mx.array:
