@@ -1,6 +1,7 @@
-"""Several turns on the embedded model: GiGPO, ECHO, and where they have nothing to learn from.
+"""Several turns on the embedded model: GiGPO beside GRPO of whole episodes, ECHO, and a world whose states recur.
 
-Writes results/multiturn.json and prints the tables that the README of mlxrl-cli quotes; `nox -s multiturn` runs it.
+Writes results/multiturn.json and prints the tables that the README of mlxrl-cli quotes; `nox -s multiturn` runs it, and
+`nox -s multiturn -- --only recurring` one part.
 """
 
 import argparse
@@ -27,31 +28,38 @@ from mlxrl.train import Session, open_session
 from mlxrl.train.metrics import mean, rollout_metrics
 
 RESULTS = Path(__file__).parent / "results" / "multiturn.json"
-WINDOW = 10
+SEEDS = {"key_door": range(5), "echo": range(3), "recurring": range(3)}
+WINDOW = 5  # steps
 HELD_OUT = 16  # tasks
 EPISODES = 8  # of each held-out task
 
 
 def main() -> None:
-    """Train every seed in processes of its own, then write the results."""
+    """Train every seed in processes of its own, then write the results; those of other parts stay."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    seeds = parser.parse_args().seeds
-    results = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "key_door": [key_door(seed, omega) for omega in (1.0, 0.0) for seed in seeds],
-        "echo": [echo(seed) for seed in seeds],
-        "recurring": [recurring(seed) for seed in seeds],
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    for table in (key_door_table, echo_table, recurring_table):
-        print(table(results), end="\n\n")
+    parser.add_argument("--only", nargs="+", choices=SEEDS, default=list(SEEDS))
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of each part's own")
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        seeds = arguments.seeds or SEEDS[name]
+        if name == "key_door":
+            runs = [key_door(seed, omega) for omega in (1.0, 0.0) for seed in seeds]
+        else:
+            runs = [{"echo": echo, "recurring": recurring}[name](seed) for seed in seeds]
+        machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+        part = {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "runs": runs}
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps({**results, name: part}, indent=2) + "\n")
+        for table in TABLES[name]:
+            print(table(part), end="\n\n", flush=True)
 
 
 def key_door(seed: int, omega: float) -> dict[str, Any]:
-    """GiGPO, or at omega = 0 GRPO of whole episodes: success on held-out starts, and mean returns over the steps."""
+    """GiGPO, or at omega = 0 GRPO of whole episodes: success on held-out starts, and mean returns over the steps.
+
+    Either way the run samples the same number of episodes, from the same starts in the same order.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         seconds, steps = trained(folder, "key_door", seed, f"algorithm.gigpo_omega={omega}")
@@ -93,17 +101,15 @@ def echo(seed: int) -> dict[str, Any]:
 
 
 def recurring(seed: int) -> dict[str, Any]:
-    """The example made for a larger model, on the embedded one: what its five steps earn, and what is in reach."""
+    """GiGPO over whole transcripts in a world whose states recur: returns and invalid actions over the steps."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        _, steps = trained(folder, "qwen3_0_6b_gigpo_recurring", seed, "model_id=embedded")
-        session = opened(folder)
+        seconds, steps = trained(Path(name), "recurring_text", seed)
     return {
         "seed": seed,
-        "return": round(mean([row["reward"] for row in steps]), 3),
-        "invalid": round(mean([row["invalid_action_rate"] for row in steps]), 3),
-        "skipped": sum(row["skipped"] for row in steps),
-        "likeliest_move": round(likeliest_move(session), 1),
+        "returns": windows([row["reward"] for row in steps]),
+        "invalid": windows([row["invalid_action_rate"] for row in steps]),
+        "anchor_share": round(mean([row["anchor_share"] for row in steps]), 3),
+        "seconds": round(seconds),
     }
 
 
@@ -147,51 +153,47 @@ def observation_nll(model: nn.Module, episodes: Sequence[Trajectory]) -> float:
     return total / count
 
 
-def likeliest_move(session: Session) -> float:
-    """Log-probability (nats) of the likeliest valid first action over all tasks to train on."""
-    tokenizer = session.tokenizer
-    found = []
-    for task in session.curriculum.train:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": task.prompt}], add_generation_prompt=True)
-        for room in task.prompt.rpartition(": ")[2].split(", "):
-            action = tokenizer.encode(f"<action>{room}</action>", add_special_tokens=False)
-            answer = [*action, tokenizer.eos_token_id]
-            mask = [0] * len(prompt) + [1] * len(answer)
-            found.append(float(np.array(score(session.model, [[*prompt, *answer]], [mask]).logprobs).sum()))
-    return max(found)
-
-
 def windows(values: Sequence[float]) -> list[float]:
     """Means of WINDOW values each."""
     return [round(mean(values[i : i + WINDOW]), 3) for i in range(0, len(values), WINDOW)]
 
 
-def key_door_table(results: dict[str, Any]) -> str:
-    """Success and returns, as the README shows them."""
+def key_door_table(part: dict[str, Any]) -> str:
+    """Success of each run, as the README shows it."""
     lines = [
-        "| advantage | seed | held-out success before | after | greedy | turns | invalid actions | "
-        "return in steps 1-10, 11-20, 21-30, 31-40 | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| advantage | seed | held-out success before | after | greedy | turns | invalid actions | seconds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in results["key_door"]:
+    for row in part["runs"]:
         lines.append(
             f"| {'GiGPO' if row['omega'] else 'episode only'} | {row['seed']} | {row['success_before']:.3f} | "
             f"{row['success_after']:.3f} | {row['success_greedy']:.3f} | "
             f"{row['turns_before']:.1f} to {row['turns_after']:.1f} | "
-            f"{row['invalid_before']:.2f} to {row['invalid_after']:.2f} | "
-            f"{', '.join(f'{value:.2f}' for value in row['returns'])} | {row['seconds']} |"
+            f"{row['invalid_before']:.2f} to {row['invalid_after']:.2f} | {row['seconds']} |"
         )
     how = f"{HELD_OUT} held-out starts, {EPISODES} episodes each at temperature 1, and one greedy"
-    return "\n".join([*lines, "", f"({results['date']}, {results['machine']}; {how}.)"])
+    return "\n".join([*lines, "", measured(part, how)])
 
 
-def echo_table(results: dict[str, Any]) -> str:
+def curves_table(part: dict[str, Any]) -> str:
+    """Mean return over the seeds as training goes on, with and without the step advantage, as the README shows it."""
+    curves = {omega: [row["returns"] for row in part["runs"] if row["omega"] == omega] for omega in (1.0, 0.0)}
+    lines = ["| steps | GiGPO | episode only |", "|---|---|---|"]
+    for index in range(len(curves[1.0][0])):
+        found = [[returns[index] for returns in curve] for curve in curves.values()]
+        cells = [f"{mean(values):z.2f} ({min(values):z.2f} to {max(values):z.2f})" for values in found]
+        lines.append(f"| {index * WINDOW + 1}-{(index + 1) * WINDOW} | {' | '.join(cells)} |")
+    how = f"mean return of {WINDOW} steps, mean of {len(curves[1.0])} seeds (least to greatest)"
+    return "\n".join([*lines, "", measured(part, how)])
+
+
+def echo_table(part: dict[str, Any]) -> str:
     """What the observations cost, as the README shows it."""
     lines = [
         "| seed | NLL of observations before | after, without ECHO | with ECHO | return without ECHO | with ECHO |",
         "|---|---|---|---|---|---|",
     ]
-    for row in results["echo"]:
+    for row in part["runs"]:
         without, echoed = row["without"], row["with"]
         lines.append(
             f"| {row['seed']} | {row['nll_before']:.2f} | {without['nll']:.2f} | {echoed['nll']:.2f} | "
@@ -199,21 +201,40 @@ def echo_table(results: dict[str, Any]) -> str:
             f"{echoed['return_first']:.2f} to {echoed['return_last']:.2f} |"
         )
     how = f"nats per token, episodes of the untrained policy on {HELD_OUT} held-out lakes"
-    return "\n".join([*lines, "", f"({results['date']}, {results['machine']}; {how}.)"])
+    return "\n".join([*lines, "", measured(part, how)])
 
 
-def recurring_table(results: dict[str, Any]) -> str:
-    """What is out of reach, as the README shows it."""
+def recurring_table(part: dict[str, Any]) -> str:
+    """Returns over the steps, as the README shows them."""
     lines = [
-        "| seed | return | invalid actions | steps without a gradient | likeliest valid move |",
-        "|---|---|---|---|---|",
+        "| seed | return in the first 10 steps | last 10 | invalid actions | turns with company | seconds |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in results["recurring"]:
+    for row in part["runs"]:
+        (first, last), (invalid_first, invalid_last) = map(first_and_last_10, (row["returns"], row["invalid"]))
         lines.append(
-            f"| {row['seed']} | {row['return']:.2f} | {row['invalid']:.0%} | {row['skipped']:.0f} of 5 | "
-            f"e^{row['likeliest_move']:.0f} |"
+            f"| {row['seed']} | {first:.2f} | {last:.2f} | {invalid_first:.2f} to {invalid_last:.2f} | "
+            f"{row['anchor_share']:.0%} | {row['seconds']} |"
         )
-    return "\n".join(lines)
+    how = "company: another turn of the group was played in the same state"
+    return "\n".join([*lines, "", measured(part, how)])
+
+
+def first_and_last_10(means: Sequence[float]) -> tuple[float, float]:
+    """Of means of WINDOW steps each: the means of the first and of the last ten steps."""
+    return mean(means[: 10 // WINDOW]), mean(means[-(10 // WINDOW) :])
+
+
+def measured(part: dict[str, Any], how: str) -> str:
+    """When and where a part was measured, and how."""
+    return f"({part['date']}, {part['machine']}; {how}.)"
+
+
+TABLES = {
+    "key_door": (key_door_table, curves_table),
+    "echo": (echo_table,),
+    "recurring": (recurring_table,),
+}
 
 
 if __name__ == "__main__":
