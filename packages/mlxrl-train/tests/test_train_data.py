@@ -36,14 +36,37 @@ def files(tmp_path):
     return {name: {"path": str(tmp_path / f"rows.{name}")} for name in ("jsonl", "json", "csv")}
 
 
-def test_a_run_is_the_same_whatever_format_its_rows_are_in(values, files, tmp_path):
-    runs = {}
-    for name, data in files.items():
-        fields = values(env_name="dataset", data=data, output=str(tmp_path / name), rewards=[{"name": "numeric_match"}])
-        train(make_config(fields))
-        runs[name] = played(tmp_path / name)
+@pytest.fixture
+def run_on(values, tmp_path):
+    """run_on(name, data) -> what a run draws and earns, whose reward takes every column of the data."""
+    (tmp_path / "all.py").write_text(
+        "def words(answer, other, prompts):\n"
+        "    return [len(f'{a}{o}{p}') / 9 for a, o, p in zip(answer, other, prompts, strict=True)]\n"
+    )
+
+    def run(name, data):
+        reward = {"name": f"{tmp_path / 'all.py'}:words"}
+        train(make_config(values(env_name="dataset", data=data, output=str(tmp_path / name), rewards=[reward])))
+        return played(tmp_path / name)
+
+    return run
+
+
+def test_a_run_is_the_same_whatever_format_its_rows_are_in(run_on, files):
+    runs = {name: run_on(name, data) for name, data in files.items()}
     assert runs["jsonl"] == runs["json"] == runs["csv"]
     assert len(runs["csv"]) == 2 * 2 * 3
+    assert len({row["reward"] for row in runs["csv"]}) > 1
+
+
+def test_a_run_on_parquet_or_on_a_saved_dataset_is_that_on_json_lines(run_on, files, tmp_path):
+    datasets = pytest.importorskip("datasets", reason='needs pip install "mlxrl-env[datasets]"')
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    plain = run_on("jsonl", files["jsonl"])
+    assert run_on("of-parquet", {"path": str(tmp_path / "rows.parquet")}) == plain
+    assert run_on("of-a-folder", {"path": str(tmp_path / "saved")}) == plain
 
 
 def test_every_column_reaches_the_rewards_as_it_stands_and_by_its_further_name(values, files, tmp_path):

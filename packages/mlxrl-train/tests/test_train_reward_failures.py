@@ -6,6 +6,7 @@
 import sys
 import tomllib
 
+import numpy as np
 import pytest
 
 from mlxrl.train import RewardError, make_config, train
@@ -74,6 +75,18 @@ def test_a_reward_that_fails_on_some_rows_costs_those_rows_alone(values, tmp_pat
         failed = row["sample"] in (0, 1)
         assert (row["error"] is not None) == failed
         assert (row["reward"] is None) == failed
+
+
+def test_rows_that_a_reward_fails_on_or_abstains_from_are_in_no_baseline(values, tmp_path, mishaps):
+    config = make_config(values(rewards=[mishaps("mishaps")], group_size=6, steps=1, output=str(tmp_path / "run.npz")))
+    train(config)
+    batch = np.load(tmp_path / "run.npz")
+    # of the samples of each group, 0 raises, 1 gives NaN and 2 abstains; the others are a group of three, whose rewards
+    # 0.1, 0.5 and 0.9 have the deviation 0.4 * sqrt(2 / 3): one deviates by sqrt(3 / 2) of it
+    rows = np.array([weights.any() for weights in batch["weights"]])
+    np.testing.assert_array_equal(rows, [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3)
+    np.testing.assert_allclose(batch["advantages"][rows][:, 0], [-(1.5**0.5), 0, 1.5**0.5] * 2, rtol=1e-5, atol=1e-6)
+    assert not batch["advantages"][~rows].any()
 
 
 def test_a_reward_that_hangs_on_a_row_of_each_group_does_not_stop_the_run(values, tmp_path, mishaps):
