@@ -54,13 +54,13 @@ def test_a_dequantized_product_and_its_gradient_are_those_of_the_quantized_one(s
 @pytest.mark.cuda
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="CUDA is not available")
 @pytest.mark.parametrize("how", MODES)
-@pytest.mark.parametrize("rows", [(4, 40), (1, 127), (300,)])
-def test_on_cuda_many_rows_have_the_product_of_few(rows, how):
+@pytest.mark.parametrize("rows", [(4, 40), (1, 7), (300,)])
+def test_on_cuda_texts_have_the_product_of_tokens_one_by_one(rows, how):
     mx.set_default_device(mx.gpu)  # the fixture of all tests puts back what was there
     layer = quantized_linear(**how)
     flatten_quantized_rows(layer)
     x = mx.random.normal((*rows, 64)).astype(mx.bfloat16)
-    one_by_one = mx.stack([layer(row[None]) for row in x.reshape(-1, 64)]).reshape(*rows, 48)
+    one_by_one = layer(x.reshape(-1, 1, 64)).reshape(*rows, 48)
     difference = mx.abs((layer(x) - one_by_one).astype(mx.float32)).max()
     assert difference <= 2**-6 * mx.abs(one_by_one.astype(mx.float32)).max()
 

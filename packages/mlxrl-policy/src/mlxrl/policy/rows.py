@@ -1,10 +1,10 @@
-"""Quantized products on CUDA, for few rows and for many.
+"""Quantized products on CUDA, where tokens are drawn and where texts are read.
 
 `mx.quantized_matmul` takes x `[..., M, D]` for a batch of matrices of M rows, and reads the weights once for each: a
-decode step, `[B, 1, D]`, reads them B times. As one matrix `[B, D]` it reads them once. And over thousands of rows it
-takes three times as long as a dense product, backwards through a large vocabulary seven times, and compiles a kernel
-anew for many a number of rows: there the weights are dequantized for the product and let go again. The layer's
-*instance* is moved to a subclass of its class, so that it stays what mlx-lm takes it for.
+decode step, `[B, 1, D]`, reads them B times. As one matrix `[B, D]` it reads them once. Over thousands of rows it takes
+three times as long as a dense product, backwards through a large vocabulary seven times, and for many a number of rows
+it compiles a kernel, which takes half a minute: where texts are read, the weights are dequantized for the product and
+let go again. The layer's *instance* is moved to a subclass of its class, so that it stays what mlx-lm takes it for.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-
-# From here on dequantizing pays, in one direction or the other: measured on an H200 with 1,024 to 151,936 outputs.
-MANY_ROWS = 128
 
 
 def on_cuda() -> bool:
@@ -25,8 +22,8 @@ def on_cuda() -> bool:
 def flatten_quantized_rows(model: nn.Module) -> None:
     """Make every quantized linear layer, and a quantized embedding used as one, multiply its input as one matrix.
 
-    Parameters and their names stay as they are, and so do values and gradients, within rounding where many rows are
-    multiplied with dequantized weights. Layers of classes derived from MLX's own keep their products.
+    On CUDA, weights are dequantized for it unless a token is drawn. Parameters and their names stay as they are, and so
+    do values and gradients within rounding. Layers of classes derived from MLX's own keep their products.
 
     Args:
         model: any module, adapters included; changed in place. Asking twice is asking once.
@@ -40,7 +37,7 @@ class FlatQuantizedLinear(nn.QuantizedLinear):
     """`nn.QuantizedLinear` over x `[..., D]` as one matrix."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if _are_many(x):
+        if _is_text(x):
             y = dequantized_product(self, x)
             return y + self.bias if "bias" in self else y
         return _over_rows(super().__call__, x)
@@ -50,7 +47,7 @@ class FlatQuantizedEmbedding(nn.QuantizedEmbedding):
     """`nn.QuantizedEmbedding` whose `as_linear` takes x `[..., D]` as one matrix."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return dequantized_product(self, x) if _are_many(x) else _over_rows(super().as_linear, x)
+        return dequantized_product(self, x) if _is_text(x) else _over_rows(super().as_linear, x)
 
 
 def dequantized_product(layer: Any, x: mx.array) -> mx.array:
@@ -79,9 +76,9 @@ def dequantized_product(layer: Any, x: mx.array) -> mx.array:
     return run(x)
 
 
-def _are_many(x: mx.array) -> bool:
-    decodes = x.ndim > 1 and x.shape[-2] == 1  # there every launch counts
-    return not decodes and x.size // x.shape[-1] >= MANY_ROWS and on_cuda()
+def _is_text(x: mx.array) -> bool:
+    decodes = x.ndim > 1 and x.shape[-2] == 1  # many rows of one token each
+    return not decodes and on_cuda()
 
 
 def _over_rows(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
