@@ -12,9 +12,9 @@ from mlxrl.memory import human_bytes
 from mlxrl.train import ConfigError, Plan, TrainConfig, config_field, make_curriculum, make_plan
 
 GB = 2**30
-PARTS = (
-    "weights", "merged_copy", "adapters", "kv_cache", "rollout_activations", "update_activations", "head", "overhead",
-)  # fmt: skip
+# What follows from shapes alone; activations rest on measurements, and the runtime is an allowance.
+COUNTED = ("weights", "merged_copy", "adapters", "kv_cache", "gradients", "batch")
+ACTIVATIONS = ("rollout_activations", "update_activations")
 
 
 def run_plan(
@@ -43,16 +43,23 @@ def show_plan(console: Console, plan: Plan) -> None:
     table = Table(title="predicted device memory", title_justify="left", box=None, show_header=False, padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
-    for name in PARTS:
-        table.add_row(name.replace("_", " "), human_bytes(getattr(parts, name)))
-    table.add_row("peak", human_bytes(parts.peak), style="bold")
+    table.add_column(style="dim")
+    for name in COUNTED:
+        table.add_row(name.replace("_", " "), human_bytes(getattr(parts, name)), "counted")
+    for name in ACTIVATIONS:
+        how = "extrapolated" if parts.extrapolated else f"measured on {plan.run.backend}"
+        table.add_row(name.replace("_", " "), human_bytes(getattr(parts, name)), how)
+    table.add_row("runtime", human_bytes(parts.runtime), "allowed for")
+    least = "at least " if parts.extrapolated else ""
+    table.add_row("peak", f"{least}{human_bytes(parts.peak)}", style="bold")
     console.print(table)
     console.print(
-        "peak = weights + merged copy + adapters + overhead + the larger of rollout (cache, activations) and update",
+        "peak = weights + merged copy + adapters + runtime + the larger of rollout (cache, activations) and update "
+        "(gradients, activations, batch)",
         style="dim",
     )
-    for note in parts.notes:
-        console.print(f"note: {note}", style="dim", highlight=False)
+    for note in parts.extrapolated:
+        console.print(f"note: {note} The run may take more and be out of memory.", style="dim", highlight=False)
     console.print(plan.fit.reason, highlight=False)
     for proposal in plan.fit.proposals:
         field, old = config_field(proposal.field, proposal.old)

@@ -1,5 +1,6 @@
 """Predicts the device memory of a reinforcement-learning run from a model's config.json."""
 
+from mlxrl.memory.constants import Backend
 from mlxrl.memory.estimation import MemoryEstimate, estimate
 from mlxrl.memory.fitting import FitResult, Proposal, fit
 from mlxrl.memory.known import known_config
@@ -8,6 +9,7 @@ from mlxrl.memory.model import ModelShape
 from mlxrl.memory.run import RunShape
 
 __all__ = [
+    "Backend",
     "FitResult",
     "MemoryEstimate",
     "ModelShape",

@@ -1,8 +1,10 @@
 """Every number of the memory model that is not read from a config, each with its reason.
 
-"Measured" means: the slope of `mx.get_peak_memory` over layers and tokens, MLX 0.32 CPU backend, tiny Qwen3 and Qwen3.5
-models of mlx-lm with float32 LoRA on every linear layer. Other backends differ; calibration changes this file alone.
+What depends on MLX's backend stands in one table, `BACKENDS`; `mlxrl-cli bench memory` measures what it says.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 FLOAT32_BYTES = 4
 
@@ -14,39 +16,109 @@ DORA_NORM_COPIES = 2  # float32 of one layer's matrix, while its norms are taken
 # --- What autodiff keeps in one block, in elements per token (exact against the float32 measurement) -----------------
 KEPT_HIDDEN = 2  # inputs of the two norms, hidden wide
 KEPT_QUERY = 3  # queries before their norm, after the rotation, and scaled: heads x head_dim wide
-KEPT_GATE = 3  # attention output gate: the gate, its sigmoid, the ungated output; not measured alone
+KEPT_GATE = 3  # attention output gate: the gate, its sigmoid, the ungated output
 KEPT_KV = 3  # keys before the norm and after the rotation, values: kv heads x head_dim wide
 KEPT_FEED_FORWARD = 4  # gate, up, sigmoid and the SiLU between them; the product is the down projection's LoRA input
 KEPT_EXPERT_HIDDEN = 2  # per chosen expert: the gathered input and the output before weighing; not measured
 KEPT_ROUTER = 2  # router scores and probabilities, float32; not measured
-KEPT_SCORES = 1  # softmax of the attention scores per head and context position: training attention is not fused
-KEPT_CONV = 4  # gated delta: convolution input and output, sigmoid, SiLU
-KEPT_DELTA_KEY = 2  # gated delta: normalised q and k; counted once more where key heads repeat per value head
-KEPT_DELTA_VALUE = 4  # gated delta: output gate z, recurrence output, normed, gated
-KEPT_STATES_UNROLLED = 2  # gated delta: recurrent states a token leaves in a step-by-step loop (measured 2.0)
-DELTA_CHUNK = 64  # gated delta, fused kernel: tokens per kept state; assumed, not measured
+KEPT_CONV = 3  # gated delta, these three fitted to the slopes of five shapes: convolution input, output, sigmoid
+KEPT_DELTA_KEY = 2  # gated delta: normalised q and k
+KEPT_DELTA_VALUE = 5  # gated delta: output gate z, its sigmoid, recurrence output, normed, gated
 
-# --- Live at the worst moment of the backward pass, in units of the widest block's kept bytes ------------------------
-BACKWARD_BLOCKS = 1.4  # without checkpointing, on top of what all blocks keep (measured 1.27 and 1.33)
-CHECKPOINT_BLOCKS = 3.3  # with it, on top of the block inputs: recomputed block, cotangents (measured 2.9 and 3.2)
-
-# --- The head --------------------------------------------------------------------------------------------------------
-HEAD_CHUNK_LOGITS = 2**22  # logits of a chunk when no chunk is given, as `mlxrl.policy.score` has it
-HEAD_CHUNK_POSITIONS = 128  # and at least so many positions
-HEAD_COPIES = 6.5  # float32 arrays of a chunk's logits, its slopes computed beside it (measured 6.4; 4.3 without)
-HEAD_CHUNKS = 2.3  # chunks whose arrays exist at once, the host launching ahead (measured 1.9 of 2, 2.2 of 4)
+# --- Rows that begin alike -------------------------------------------------------------------------------------------
+SHARING = 0.8  # the largest part of the tokens that two passes may leave, as `mlxrl.policy` has it
 
 # --- Rollout ---------------------------------------------------------------------------------------------------------
-CACHE_STEP = 256  # mlx-lm's caches grow in steps of 256 positions
-PREFIX_CACHES = 2  # prompts whose cache waits to be forked: the current group's and the next one's; assumed
+CACHE_STEP = 256  # mlx-lm's caches grow by so many positions
+TURN_COPIES = 3  # of a row's cache between turns: the batch's, which it left, its own, and the one it reads on with
 PREFILL_CHUNK = 2048  # positions that one pass reads, of one row or of several together
-SAMPLER_COPIES = 3  # float32 [rows, vocabulary]: logits, log-probs, filtered or sorted; assumed
 
 # --- The rest --------------------------------------------------------------------------------------------------------
 BATCH_TOKEN_BYTES = 32  # ids, roles, and six float32 a token: log-probs, advantages, weights, ...
 REFERENCE_TOKEN_BYTES = 4  # one more float32 log-prob a token
-FIXED_OVERHEAD = 128 * 2**20  # runtime, kernels, tokenizer buffers; assumed
-SLACK = 0.10  # of adapters, caches and activations: allocator slack, and the 8 % that 16-bit blocks measured higher
+
+# --- What differs between MLX's backends -----------------------------------------------------------------------------
+Backend = Literal["cpu", "cuda", "metal"]
+
+
+@dataclass(frozen=True)
+class BackendConstants:
+    """How one of MLX's backends holds memory.
+
+    Attributes:
+        fused_head_dim: the widest head whose attention keeps no score under a gradient, 0 where none is fused; others
+            keep one score a head and pair of positions.
+        backward_blocks: live at the worst moment of a backward pass without checkpointing, on top of what all blocks
+            keep, in units of the widest block's kept bytes.
+        checkpoint_blocks: the same with checkpointing, on top of the blocks' inputs: a recomputed block, cotangents.
+        delta_states: recurrent states a token that the backward pass of one gated-delta layer holds.
+        chunk: logits that a chunk of the head holds, and positions that it has at least, as in `mlxrl.policy.score`.
+        head_copies: float32 arrays of a chunk's logits, its slopes computed beside it.
+        head_chunks: chunks whose arrays exist at once, the host launching ahead.
+        dense_heads: copies of a quantised head's weights, dequantised for the products of a chunk.
+        growing_layers: layers whose old and new caches exist at once while all grow.
+        sampler_copies: float32 `[rows, vocabulary]` of one draw.
+        runtime: bytes of the process that MLX does not count.
+        measured: whether these are measured or taken over from another backend.
+    """
+
+    fused_head_dim: int
+    backward_blocks: float
+    checkpoint_blocks: float
+    delta_states: float
+    chunk: tuple[int, int]
+    head_copies: float
+    head_chunks: float
+    dense_heads: float
+    growing_layers: float
+    sampler_copies: float
+    runtime: int
+    measured: bool
+
+
+_CPU = BackendConstants(
+    fused_head_dim=0,
+    backward_blocks=1.25,  # 1.2
+    checkpoint_blocks=2.6,  # 2.4 to 2.6
+    delta_states=2.4,  # 2.2 to 2.7
+    chunk=(2**19, 16),
+    head_copies=6.5,  # 6.4
+    head_chunks=2.3,  # 1.9 of 2, 2.2 of 4
+    dense_heads=0,
+    growing_layers=1.7,
+    sampler_copies=3,
+    runtime=128 * 2**20,
+    measured=True,
+)
+_CUDA = BackendConstants(
+    fused_head_dim=128,
+    backward_blocks=2.0,  # 2.0 of 16-bit models on the CPU, whose slopes are cast to float32
+    checkpoint_blocks=3.8,  # 3.8 and 3.9 of these
+    delta_states=2.4,
+    chunk=(2**22, 128),
+    head_copies=6.5,
+    head_chunks=2.3,
+    dense_heads=1,
+    growing_layers=1.7,
+    sampler_copies=3,
+    runtime=512 * 2**20,
+    measured=False,
+)
+_METAL = BackendConstants(
+    fused_head_dim=0,
+    backward_blocks=2.0,
+    checkpoint_blocks=3.8,
+    delta_states=0.1,  # assumed: there the operation is a kernel in both directions
+    chunk=(2**22, 128),
+    head_copies=6.5,
+    head_chunks=2.3,
+    dense_heads=0,
+    growing_layers=1.7,
+    sampler_copies=3,
+    runtime=128 * 2**20,
+    measured=False,
+)
+BACKENDS: dict[Backend, BackendConstants] = {"cpu": _CPU, "cuda": _CUDA, "metal": _METAL}
 
 # --- Quantised weights -----------------------------------------------------------------------------------------------
 ROUTER_BITS = (

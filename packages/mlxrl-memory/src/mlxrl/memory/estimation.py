@@ -5,22 +5,18 @@ from dataclasses import dataclass
 
 from mlxrl.memory.constants import (
     ADAPTER_BYTES,
-    BACKWARD_BLOCKS,
     BATCH_TOKEN_BYTES,
-    CHECKPOINT_BLOCKS,
+    CACHE_STEP,
     DORA_NORM_COPIES,
-    FIXED_OVERHEAD,
     FLOAT32_BYTES,
     GRADIENT_COPIES,
-    HEAD_COPIES,
     PREFILL_CHUNK,
-    PREFIX_CACHES,
     REFERENCE_TOKEN_BYTES,
-    SAMPLER_COPIES,
-    SLACK,
+    TURN_COPIES,
 )
+from mlxrl.memory.layers import Block
 from mlxrl.memory.model import ModelShape
-from mlxrl.memory.run import RunShape
+from mlxrl.memory.run import Reading, RunShape
 
 
 @dataclass(frozen=True)
@@ -30,13 +26,16 @@ class MemoryEstimate:
     Attributes:
         weights: the model, quantised or not; a reference needs no second copy.
         merged_copy: the dense copy that rollouts sample from, where there is one.
-        adapters: LoRA parameters, their gradients, and the optimizer's states.
-        kv_cache: caches of all rows decoded at once.
-        rollout_activations: the worst moment of prefill or of sampling.
-        update_activations: what the backward pass of one micro-batch holds.
-        head: logits of a few chunks of positions and what is computed from them, in the update.
-        overhead: batch arrays, runtime, allocator slack.
-        notes: what is extrapolated or assumed rather than measured, one sentence each.
+        adapters: LoRA parameters and the optimizer's states.
+        kv_cache: caches of all rows decoded at once, with their copies between turns.
+        rollout_activations: the worst moment of reading or of sampling.
+        gradients: of the adapters, two trees.
+        update_activations: what the blocks keep of one micro-batch, and either the head's chunks at the end of its
+            forward pass or what one block's backward pass needs, whichever is more.
+        batch: arrays of the optimizer batch.
+        runtime: what the process holds beside MLX's arrays.
+        extrapolated: what of the activations is derived rather than measured, a sentence each; where there is any, the
+            run may take more than `peak`.
     """
 
     weights: int
@@ -44,10 +43,16 @@ class MemoryEstimate:
     adapters: int
     kv_cache: int
     rollout_activations: int
+    gradients: int
     update_activations: int
-    head: int
-    overhead: int
-    notes: tuple[str, ...]
+    batch: int
+    runtime: int
+    extrapolated: tuple[str, ...]
+
+    @property
+    def held(self) -> int:
+        """Bytes held from the start of a run to its end: weights + merged_copy + adapters."""
+        return self.weights + self.merged_copy + self.adapters
 
     @property
     def rollout(self) -> int:
@@ -57,95 +62,120 @@ class MemoryEstimate:
     @property
     def update(self) -> int:
         """Bytes that only the update holds."""
-        return self.update_activations + self.head
+        return self.gradients + self.update_activations + self.batch
+
+    @property
+    def mlx_peak(self) -> int:
+        """What `mx.get_peak_memory` will say: held + max(rollout, update)."""
+        return self.held + max(self.rollout, self.update)
 
     @property
     def peak(self) -> int:
-        """weights + merged_copy + adapters + max(rollout, update) + overhead."""
-        return self.weights + self.merged_copy + self.adapters + max(self.rollout, self.update) + self.overhead
+        """What the run needs: mlx_peak + runtime."""
+        return self.mlx_peak + self.runtime
 
 
 def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
     """Predicts the peak device memory of a run.
 
         peak = weights + merged_copy + adapters
-               + max(kv_cache + rollout_activations, update_activations + head) + overhead
+               + max(kv_cache + rollout_activations, gradients + update_activations + batch) + runtime
 
     The prediction never falls when rows, lengths, turns, width, cache budget, micro-batch, rank, states or chunk grow.
 
     Args:
-        model: from `ModelShape.from_config` or `ModelShape.from_path`.
+        model: from `ModelShape.from_config` or `ModelShape.from_path`, as it is loaded (`ModelShape.on`).
         run: lengths in tokens, sizes in rows.
 
     Returns:
-        The bytes by part, with notes on what is not measured.
+        The bytes by part, and what is not measured.
     """
-    adapter_copies = ADAPTER_BYTES * (1 + GRADIENT_COPIES) + FLOAT32_BYTES * run.optimizer_states
-    adapter_copies += ADAPTER_BYTES * run.has_reference_adapter
-    adapters = adapter_copies * model.lora_parameters(run.lora_rank, run.use_dora)
-    kv_cache = _kv_cache(model, run)
-    rollout_activations = _rollout_activations(model, run)
-    update_activations = _update_activations(model, run)
-    head = math.ceil(HEAD_COPIES * FLOAT32_BYTES * model.vocab_size * run.head_positions(model.vocab_size))
+    parameters = model.lora_parameters(run.lora_rank, run.use_dora)
+    copies = ADAPTER_BYTES * (1 + run.has_reference_adapter) + FLOAT32_BYTES * run.optimizer_states
     token_bytes = BATCH_TOKEN_BYTES + REFERENCE_TOKEN_BYTES * run.has_reference
-    moving = adapters + max(kv_cache + rollout_activations, update_activations + head)
-    overhead = FIXED_OVERHEAD + run.rows * run.sequence_length * token_bytes + math.ceil(SLACK * moving)
     return MemoryEstimate(
         weights=model.weight_bytes,
         merged_copy=model.merged_copy_bytes if run.has_merged_copy else 0,
-        adapters=adapters,
-        kv_cache=kv_cache,
-        rollout_activations=rollout_activations,
-        update_activations=update_activations,
-        head=head,
-        overhead=overhead,
-        notes=_notes(model, run),
+        adapters=copies * parameters,
+        kv_cache=_kv_cache(model, run),
+        rollout_activations=_rollout_activations(model, run),
+        gradients=GRADIENT_COPIES * ADAPTER_BYTES * parameters,
+        update_activations=_update_activations(model, run),
+        batch=run.rows * run.sequence_length * token_bytes,
+        runtime=run.constants.runtime,
+        extrapolated=_extrapolated(model, run),
     )
 
 
 def _kv_cache(model: ModelShape, run: RunShape) -> int:
-    """Rows in flight, prompts that wait to be forked, and the second copy of one block's cache while it grows.
-
-    A budget counts tokens; each row of a batch that keeps to it may hold one step more than its tokens fill.
-    """
-    row = model.cache_bytes(run.sequence_length)
+    """The rows' caches; a budget counts tokens, and the cache of each row has room for a step more."""
+    row = model.cache_bytes(run.row_positions)
     rows = run.width * row
     if run.kv_budget_bytes is not None:
-        steps = sum(block.cache_bytes(1, model.dtype_bytes) for block in model.blocks if block.delta is None)
-        rows = min(rows, max(row, run.kv_budget_bytes + run.width * steps))
-    widest = max(block.cache_bytes(run.sequence_length, model.dtype_bytes) for block in model.blocks)
-    prefixes = min(PREFIX_CACHES, run.groups_per_step) * model.cache_bytes(run.max_prompt_len)
-    return rows + math.ceil(rows * widest / row) + prefixes
+        step = sum(block.cache_bytes(CACHE_STEP, model.dtype_bytes) for block in model.blocks if block.delta is None)
+        rows = min(rows, max(row, run.kv_budget_bytes + run.width * step))
+    return rows if run.max_turns == 1 else TURN_COPIES * rows
 
 
 def _rollout_activations(model: ModelShape, run: RunShape) -> int:
-    """The larger of one block's prefill and one step's logits; texts of several rows are read together."""
-    prompts = min(run.groups_per_step, run.width) * run.max_prompt_len
-    tokens = prompts if run.max_turns == 1 else max(prompts, run.width * run.sequence_length)
-    widest = max(block.forward_bytes(run.sequence_length, model.dtype_bytes) for block in model.blocks)
-    logits = SAMPLER_COPIES * FLOAT32_BYTES * run.width * model.vocab_size
-    return max(math.ceil(min(tokens, PREFILL_CHUNK) * widest), logits) + _dora_layer(model, run)
+    """A step's logits while caches grow, or what reading takes: a late prompt, or observations of several rows.
+
+    The adapters' factors are there in the model's dtype. Prompts that are read before any row decodes take less than
+    the rows' caches later on.
+    """
+    constants, size = run.constants, model.dtype_bytes
+    rows = _kv_cache(model, run) / model.cache_bytes(run.row_positions)
+    widest = max(block.cache_bytes(run.row_positions, size) for block in model.blocks)
+    logits = constants.sampler_copies * FLOAT32_BYTES * run.width * model.vocab_size
+    decoding = constants.growing_layers * min(run.width, rows) * widest + logits
+    tokens = run.prompt_length if run.max_turns == 1 else max(run.prompt_length, run.width * run.max_observation_len)
+    reading = min(tokens, PREFILL_CHUNK) * max(_kept_bytes(model, run, block) for block in model.blocks)
+    factors = size * model.lora_parameters(run.lora_rank)
+    return factors + math.ceil(max(decoding, reading)) + _dora_layer(model, run)
+
+
+def _kept_bytes(model: ModelShape, run: RunShape, block: Block) -> float:
+    """Bytes per token that a gradient keeps of a block, attention scores included."""
+    scores = block.score_bytes(run.sequence_length, model.dtype_bytes, run.constants.fused_head_dim)
+    return block.kept_bytes(model.dtype_bytes, run.use_dora) + scores
 
 
 def _update_activations(model: ModelShape, run: RunShape) -> int:
-    """What the blocks keep of a micro-batch, and what is live while one block's gradient is taken.
+    """What the blocks keep of a micro-batch, and what is live at the worst moment besides."""
+    whole = _passed(model, run, checkpointing=False)
+    most = min(whole, _passed(model, run, checkpointing=True)) if run.gradient_checkpointing else whole
+    return most + _dora_layer(model, run)
+
+
+def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
+    """What a forward and backward pass takes, of the reading that takes the most.
 
     No gradient goes below the first block with an adapter. A DoRA layer keeps its output before the magnitude and, of
     a quantised base, the dense weights that it multiplied by.
     """
+    constants, size = run.constants, model.dtype_bytes
     first = next((number for number, block in enumerate(model.blocks) if block.adapted_linears), 0)
     blocks = model.blocks[first:]
-    kept = [block.kept_bytes(run.sequence_length, model.dtype_bytes, run.recurrence) for block in blocks]
-    outputs = [sum(x.active * x.outputs for x in block.adapted_linears) * run.use_dora for block in blocks]
-    weights = [bytes_of_block * run.use_dora for bytes_of_block in model.unpacked_bytes[first:]]
-    if run.gradient_checkpointing:
-        per_token = len(kept) * model.hidden_size * model.dtype_bytes + CHECKPOINT_BLOCKS * max(kept)
-        per_token += max(outputs) * model.dtype_bytes
-        dense = max(weights)
+    every = [_kept_bytes(model, run, block) for block in blocks]
+    outputs = [size * sum(x.active * x.outputs for x in block.adapted_linears) * run.use_dora for block in blocks]
+    dense = [bytes_of_block * run.use_dora for bytes_of_block in model.unpacked_bytes[first:]]
+    states = constants.delta_states * max(block.delta.state_bytes if block.delta else 0 for block in blocks)
+    if checkpointing:
+        kept, weights = len(blocks) * model.hidden_size * size, max(dense)
+        working = constants.checkpoint_blocks * max(every) + max(outputs)
     else:
-        per_token = sum(kept) + BACKWARD_BLOCKS * max(kept) + sum(outputs) * model.dtype_bytes
-        dense = sum(weights)
-    return math.ceil(run.micro_batch_tokens * per_token) + dense + _dora_layer(model, run)
+        kept, weights = sum(every) + sum(outputs), sum(dense)
+        working = constants.backward_blocks * max(every)
+    forked = 2 * size * sum(block.kv_width for block in blocks)
+    head = constants.head_copies * FLOAT32_BYTES * model.vocab_size * run.head_positions(model.vocab_size)
+    head += constants.dense_heads * model.unpacked_head_bytes
+
+    def bytes_of(reading: Reading) -> float:
+        # the states of both passes exist at once where they are computed again
+        at_once = reading.tokens if checkpointing and states else reading.at_once
+        return kept * reading.tokens + forked * reading.forked + max(head, (working + states) * at_once)
+
+    return math.ceil(max(map(bytes_of, run.readings))) + weights
 
 
 def _dora_layer(model: ModelShape, run: RunShape) -> int:
@@ -154,20 +184,13 @@ def _dora_layer(model: ModelShape, run: RunShape) -> int:
     return run.use_dora * widest * (model.dtype_bytes + DORA_NORM_COPIES * FLOAT32_BYTES)
 
 
-def _notes(model: ModelShape, run: RunShape) -> tuple[str, ...]:
-    hybrid = any(block.delta is not None for block in model.blocks)
-    mixture = any(linear.experts > 1 for block in model.blocks for linear in block.linears)
-    notes = [
-        "Activation counts come from tiny models on MLX's CPU backend; Metal and CUDA are extrapolated.",
-        "Attention in training is taken as unfused: one score per head and pair of positions.",
-        "Sampler copies, the fixed overhead and the slack are assumptions.",
-    ]
+def _extrapolated(model: ModelShape, run: RunShape) -> tuple[str, ...]:
+    """What of the activations was not measured: a sentence each."""
+    notes: list[str] = []
+    if not run.constants.measured:
+        notes.append(f"Activations are measured on other backends than {run.backend}.")
     if not model.known_family:
         notes.append(f"model_type {model.model_type!r} is unknown and counted as a Llama-like model.")
-    if hybrid and run.recurrence == "unrolled":
-        notes.append("Gated-delta layers are taken as an unrolled loop that keeps two states a token.")
-    if hybrid and run.recurrence == "fused":
-        notes.append("The fused gated-delta kernel is taken to keep one state per 64 tokens; this is not measured.")
-    if mixture:
+    if any(linear.experts > 1 for block in model.blocks for linear in block.linears):
         notes.append("Activations and adapters of expert layers are derived from their shapes, not measured.")
     return tuple(notes)

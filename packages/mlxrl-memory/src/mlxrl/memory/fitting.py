@@ -64,7 +64,8 @@ def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
         raise ValueError(
             f"budget_bytes must be a whole number above 0, got {budget_bytes!r}; pass the bytes to stay under."
         )
-    asked = peak = estimate(model, run).peak
+    wanted = estimate(model, run)
+    asked = peak = wanted.peak
     shape = run
     while peak > budget_bytes:
         turned = (
@@ -82,7 +83,7 @@ def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
         proposals=_proposals(model, run, shape),
         run=shape if fits else None,
         smallest_peak=peak,
-        reason=_reason(asked, peak, budget_bytes),
+        reason=_reason(asked, peak, budget_bytes, "at least " if wanted.extrapolated else ""),
     )
 
 
@@ -97,14 +98,14 @@ def _proposals(model: ModelShape, run: RunShape, target: RunShape) -> tuple[Prop
     return tuple(proposals)
 
 
-def _reason(asked: int, reached: int, budget: int) -> str:
-    wanted = f"the run needs {human_bytes(asked)} and the budget is {human_bytes(budget)}"
+def _reason(asked: int, reached: int, budget: int, least: str) -> str:
+    wanted = f"the run needs {least}{human_bytes(asked)} and the budget is {human_bytes(budget)}"
     if asked <= budget:
         return f"It fits: {wanted}."
     if reached <= budget:
-        return f"It does not fit as asked: {wanted}; with the proposals it needs {human_bytes(reached)}."
+        return f"It does not fit as asked: {wanted}; with the proposals it needs {least}{human_bytes(reached)}."
     return (
-        f"It does not fit: {wanted}, and the smallest shape still needs {human_bytes(reached)};"
+        f"It does not fit: {wanted}, and the smallest shape still needs {least}{human_bytes(reached)};"
         " take a smaller or more strongly quantised model, a lower LoRA rank, or shorter prompts."
     )
 

@@ -1,11 +1,9 @@
 """One block of a model as the memory model sees it: its linear layers, its cache, and what autodiff keeps of it."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mlxrl.memory.constants import (
     CACHE_STEP,
-    DELTA_CHUNK,
     FLOAT32_BYTES,
     KEPT_CONV,
     KEPT_DELTA_KEY,
@@ -17,11 +15,7 @@ from mlxrl.memory.constants import (
     KEPT_KV,
     KEPT_QUERY,
     KEPT_ROUTER,
-    KEPT_SCORES,
-    KEPT_STATES_UNROLLED,
 )
-
-Recurrence = Literal["unrolled", "fused"]
 
 
 @dataclass(frozen=True)
@@ -84,17 +78,10 @@ class GatedDelta:
         """Bytes of one row's recurrent state, float32 `[value_heads, value_dim, key_dim]`."""
         return FLOAT32_BYTES * self.value_heads * self.value_dim * self.key_dim
 
-    def kept_bytes(self, dtype_bytes: int, recurrence: Recurrence) -> float:
-        """Bytes per token that autodiff keeps inside the mixer."""
-        repeated = 2 * self.value_heads * self.key_dim * (self.value_heads > self.key_heads)
-        elements = (
-            KEPT_CONV * self.conv_width
-            + KEPT_DELTA_KEY * self.key_width
-            + repeated
-            + KEPT_DELTA_VALUE * self.value_width
-        )
-        states = KEPT_STATES_UNROLLED if recurrence == "unrolled" else 1 / DELTA_CHUNK
-        return dtype_bytes * elements + states * self.state_bytes
+    @property
+    def kept_elements(self) -> int:
+        """Elements per token that autodiff keeps inside the mixer."""
+        return KEPT_CONV * self.conv_width + KEPT_DELTA_KEY * self.key_width + KEPT_DELTA_VALUE * self.value_width
 
 
 @dataclass(frozen=True)
@@ -128,25 +115,20 @@ class Block:
         return tuple(linear for linear in self.linears if linear.adapted)
 
     def cache_bytes(self, positions: int, dtype_bytes: int) -> int:
-        """Bytes of one row's cache: keys and values of `positions`, in whole steps, or the recurrent state."""
+        """Bytes of one row's cache with room for so many tokens: keys and values, or the recurrent state."""
         if self.delta is not None:
             return self.delta.state_bytes + dtype_bytes * (self.delta.kernel - 1) * self.delta.conv_width
-        held = positions if self.window is None else min(positions, self.window)
-        return 2 * dtype_bytes * self.kv_width * -(-held // CACHE_STEP) * CACHE_STEP
+        room = positions if self.window is None else min(positions, self.window + 2 * CACHE_STEP)
+        return 2 * dtype_bytes * self.kv_width * room
 
-    def forward_bytes(self, context: int, dtype_bytes: int) -> float:
-        """Bytes per token live in a forward pass without gradients: at most what autodiff would keep, states aside."""
-        states = 0 if self.delta is None else self.delta.state_bytes / DELTA_CHUNK
-        return self.kept_bytes(context, dtype_bytes, "fused") - states
+    def score_bytes(self, context: int, dtype_bytes: int, fused_head_dim: int) -> int:
+        """Bytes per token of the attention scores that a gradient keeps: none where heads are narrow enough to fuse."""
+        if self.heads == 0 or self.query_width // self.heads <= fused_head_dim:
+            return 0
+        return self.heads * context * dtype_bytes
 
-    def kept_bytes(self, context: int, dtype_bytes: int, recurrence: Recurrence) -> float:
-        """Bytes per token that autodiff keeps of the block when no checkpoint drops them.
-
-        Args:
-            context: tokens of the longest row; training attention keeps one score per head and position.
-            dtype_bytes: bytes of an activation.
-            recurrence: how a gated-delta mixer runs in training.
-        """
+    def kept_bytes(self, dtype_bytes: int, use_dora: bool = False) -> float:
+        """Bytes per token that autodiff keeps of the block when no checkpoint drops them, attention scores aside."""
         chosen = max((x.active for x in self.linears if x.experts > 1), default=0)
         elements = (
             KEPT_HIDDEN * self.hidden_size
@@ -154,20 +136,19 @@ class Block:
             + KEPT_KV * self.kv_width
             + KEPT_FEED_FORWARD * self.feed_forward_width
             + KEPT_EXPERT_HIDDEN * chosen * self.hidden_size
+            + (0 if self.delta is None else self.delta.kept_elements)
         )
-        scores = 0 if self.delta is not None else KEPT_SCORES * self.heads * context * dtype_bytes
-        mixer = 0 if self.delta is None else self.delta.kept_bytes(dtype_bytes, recurrence)
         router = sum(KEPT_ROUTER * FLOAT32_BYTES * x.outputs for x in self.linears if x.router)
-        return dtype_bytes * elements + scores + mixer + router + self._lora_inputs(dtype_bytes)
+        return dtype_bytes * elements + router + self._lora_inputs(dtype_bytes, use_dora)
 
-    def _lora_inputs(self, dtype_bytes: int) -> int:
-        """Bytes per token of the inputs that the gradient of each A needs.
+    def _lora_inputs(self, dtype_bytes: int, use_dora: bool) -> int:
+        """Bytes per token of the inputs that the gradient of each A needs; layers that read the same input share it.
 
-        Float32 adapters on a 16-bit model make a float32 copy of the input at every linear layer; on a float32 model
-        the layers that read the same input share it.
+        Of a 16-bit model DoRA and experts keep a float32 copy of the input at every layer.
         """
-        each = sum(x.active * x.inputs for x in self.adapted_linears)
-        if dtype_bytes < FLOAT32_BYTES:
-            return FLOAT32_BYTES * each
+        casts = dtype_bytes < FLOAT32_BYTES
+        copied = [x for x in self.adapted_linears if casts and (use_dora or x.experts > 1)]
+        each = sum(x.active * x.inputs for x in self.adapted_linears if x not in copied)
         mixed = self.query_width if self.delta is None else self.delta.value_width
-        return FLOAT32_BYTES * min(each, 2 * self.hidden_size + mixed + self.feed_forward_width)
+        shared = min(each, 2 * self.hidden_size + mixed + self.feed_forward_width)
+        return FLOAT32_BYTES * sum(x.active * x.inputs for x in copied) + dtype_bytes * shared

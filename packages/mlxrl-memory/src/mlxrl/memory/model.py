@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mlxrl.memory.blocks import read_blocks
+from mlxrl.memory.constants import Backend
 from mlxrl.memory.families import FAMILIES, Family
 from mlxrl.memory.fields import DTYPE_BYTES, Fields
 from mlxrl.memory.layers import Block, Linear
@@ -98,6 +99,10 @@ class ModelShape:
             raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}; download it again.")
         return cls.from_config(cast("Mapping[str, Any]", config))
 
+    def on(self, backend: Backend) -> "ModelShape":
+        """The model as `mlxrl.policy` loads it there: 16-bit weights are cast to float32 on the CPU."""
+        return replace(self, dtype="float32") if backend == "cpu" else self
+
     @property
     def known_family(self) -> bool:
         """Whether the biases and norms of this `model_type` are known rather than guessed."""
@@ -143,8 +148,14 @@ class ModelShape:
             for block in self._linears()
         )
 
+    @property
+    def unpacked_head_bytes(self) -> int:
+        """Bytes of a quantised head once dequantised; 0 where it is not quantised."""
+        head = self._tables()[-1]
+        return self.dtype_bytes * head.weights * self._is_packed(head, head.name)
+
     def cache_bytes(self, positions: int) -> int:
-        """Bytes of one row's cache when it holds `positions` tokens."""
+        """Bytes of one row's cache with room for so many tokens."""
         return sum(block.cache_bytes(positions, self.dtype_bytes) for block in self.blocks)
 
     def adapting(self, select: Callable[[int, str], bool]) -> "ModelShape":

@@ -2,9 +2,29 @@
 
 import math
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
-from mlxrl.memory.constants import HEAD_CHUNK_LOGITS, HEAD_CHUNK_POSITIONS, HEAD_CHUNKS
-from mlxrl.memory.layers import Recurrence
+from mlxrl.memory.constants import (
+    BACKENDS,
+    CACHE_STEP,
+    SHARING,
+    Backend,
+    BackendConstants,
+)
+
+
+class Reading(NamedTuple):
+    """How one backward pass reads its rows.
+
+    Args:
+        tokens: that the trunk reads.
+        at_once: those of the longest pass; the others wait as they were left.
+        forked: positions of prompts of which rows hold copies, keys and values.
+    """
+
+    tokens: int
+    at_once: int
+    forked: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +51,10 @@ class RunShape:
         optimizer_states: float32 values the optimizer keeps per adapter element (Adam: 2).
         has_reference: whether a reference forward runs (kl_beta > 0): the same weights with the adapter off.
         has_reference_adapter: whether the reference has an adapter of its own, that the run started from.
-        score_chunk: positions per chunk of the head; None for as many as give 2**22 logits, but 128 at least.
-        recurrence: how gated-delta layers run in training: "unrolled" is mlx-lm's loop, which keeps two recurrent
-            states a token; "fused" is a chunked kernel. Without such layers it means nothing.
+        score_chunk: positions per chunk of the head; None for as many as the backend's chunk has.
+        shares_prompts: whether a prompt goes through the trunk once for all its rows, where that saves a fifth of the
+            tokens; adapters with dropout do not allow it.
+        backend: what computes: MLX's "cpu", "cuda" or "metal".
     """
 
     max_prompt_len: int
@@ -55,14 +76,15 @@ class RunShape:
     has_reference: bool = False
     has_reference_adapter: bool = False
     score_chunk: int | None = None
-    recurrence: Recurrence = "unrolled"
+    shares_prompts: bool = True
+    backend: Backend = "metal"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value: object = getattr(self, field.name)
-            if field.name == "recurrence":
-                if value not in ("unrolled", "fused"):
-                    raise ValueError(f"recurrence must be 'unrolled' or 'fused', got {value!r}; choose one.")
+            if field.name == "backend":
+                if value not in BACKENDS:
+                    raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {value!r}; choose one.")
             elif field.type is bool:
                 if not isinstance(value, bool):
                     raise ValueError(f"{field.name} must be True or False, got {value!r}; choose one.")
@@ -76,11 +98,18 @@ class RunShape:
     @property
     def sequence_length(self) -> int:
         """Tokens of the longest row: prompt + turns * completion + (turns - 1) * observation, up to max_context."""
-        tokens = (
-            self.max_prompt_len
-            + self.max_turns * self.max_completion_len
-            + (self.max_turns - 1) * self.max_observation_len
-        )
+        tokens = self.max_prompt_len + self.rest_length
+        return tokens if self.max_context is None else min(tokens, self.max_context)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt, up to max_context."""
+        return min(self.max_prompt_len, self.sequence_length)
+
+    @property
+    def rest_length(self) -> int:
+        """Most tokens behind a prompt, for prompts so short that max_context does not cut them."""
+        tokens = self.max_turns * self.max_completion_len + (self.max_turns - 1) * self.max_observation_len
         return tokens if self.max_context is None else min(tokens, self.max_context)
 
     @property
@@ -94,19 +123,54 @@ class RunShape:
         return self.rows if self.rollout_width is None else min(self.rows, self.rollout_width)
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """Most tokens in one backward pass: shorter rows may fill the budget, and one full row always fits.
+    def constants(self) -> BackendConstants:
+        """The numbers of the backend."""
+        return BACKENDS[self.backend]
 
-        An upper bound: a prompt is counted in each of its rows, though the policy mostly reads it once for all of them.
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """What one backward pass may have to read; the one that takes the most memory counts.
+
+        Rows whole; or, where prompts are read once for their rows, the prompts first and then the rest of every row.
+        That is done where it leaves at most `SHARING` of the tokens: for prompts up to a length not, and neither for
+        the only row of a group whose others cannot move the policy; for rests up to a length it is. A bound on rows may
+        cut groups anywhere, so under one every row counts whole. Shorter rows may fill a budget of tokens.
         """
         rows = self.rows if self.micro_batch_size is None else min(self.rows, self.micro_batch_size)
-        tokens = rows * self.sequence_length
+        prompt, rest = self.prompt_length, self.rest_length
+        saved = SHARING * rows - self.groups_per_step
+        if not self.shares_prompts or self.micro_batch_size is not None or saved <= 0:
+            return (self._within_budget(rows * self.sequence_length),)
+        ratio = (1 - SHARING) * rows / saved  # of a prompt to the rest of its rows, above which it is read once
+        whole = self._within_budget(math.ceil(rows * min(self.sequence_length, (1 + ratio) * rest)))
+        alone = self._within_budget(self.groups_per_step * self.sequence_length)
+        prompts, rests = self.groups_per_step * prompt, round(rows * min(rest, prompt / ratio))
+        forked = rows * prompt
+        if self.max_tokens_per_micro_batch is not None:  # prompts beyond it are not read together
+            forked = min(forked, self.group_size * (self.max_tokens_per_micro_batch + prompt))
+        shared = self._within_budget(prompts + rests).tokens
+        return whole, alone, Reading(shared, min(shared, max(prompts, rests)), forked)
+
+    def _within_budget(self, tokens: int) -> Reading:
+        """A reading in one pass; one full row always fits."""
         if self.max_tokens_per_micro_batch is not None:
             tokens = min(tokens, self.max_tokens_per_micro_batch)
-        return max(self.sequence_length, tokens)
+        tokens = max(self.sequence_length, tokens)
+        return Reading(tokens, tokens, 0)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of one backward pass."""
+        return max(reading.tokens for reading in self.readings)
+
+    @property
+    def row_positions(self) -> int:
+        """Positions that a row's cache has room for at its longest: a fork of the prompt's, grown in whole steps."""
+        return self.prompt_length + math.ceil(self.rest_length / CACHE_STEP) * CACHE_STEP
 
     def head_positions(self, vocab_size: int) -> int:
         """Positions whose logits exist at once in the update."""
-        by_default = max(HEAD_CHUNK_POSITIONS, HEAD_CHUNK_LOGITS // vocab_size)
-        chunk = by_default if self.score_chunk is None else self.score_chunk
-        return min(math.ceil(HEAD_CHUNKS * chunk), self.micro_batch_tokens)
+        logits, positions = self.constants.chunk
+        chunk = self.score_chunk or max(positions, logits // vocab_size)
+        scored = self.rows * self.rest_length
+        return min(math.ceil(self.constants.head_chunks * chunk), scored, self.micro_batch_tokens)

@@ -33,4 +33,5 @@ def _update(
 ) -> Any:
     if g.ndim == 4 or mask is not None:  # a gate per key channel, or rows that wait: step by step
         return _in_steps(q, k, v, g, beta, state, mask)
-    return mx.fast.gated_delta_update(q, k, v, g, beta, state)
+    # a checkpoint waits for the gradient of what it returns: else the states of all layers are computed anew at once
+    return mx.checkpoint(mx.fast.gated_delta_update)(q, k, v, g, beta, state)

@@ -7,7 +7,7 @@ from mlxrl.train.config_file import config_schema, config_toml, load_config, mak
 from mlxrl.train.errors import ConfigError, DynamicSamplingError, RewardError, RunError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
 from mlxrl.train.loop import Observer, TrainResult, resume, resumed_config, train
-from mlxrl.train.plan import Plan, config_field, fitted_overrides, make_plan
+from mlxrl.train.plan import Plan, config_field, fitted_overrides, make_plan, memory_backend
 from mlxrl.train.reward_calls import NamedReward
 from mlxrl.train.rewards import RewardFault, RewardLog, score_rewards
 from mlxrl.train.session import Session, open_session
@@ -47,6 +47,7 @@ __all__ = [
     "make_config",
     "make_curriculum",
     "make_plan",
+    "memory_backend",
     "open_session",
     "optimizer_step",
     "optimizer_step_trajectory",

@@ -3,8 +3,20 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxrl.memory import FitResult, MemoryEstimate, ModelShape, RunShape, available_memory, estimate, fit, known_config
-from mlxrl.policy import ModelError, find_model, is_target, read_config
+import mlx.core as mx
+
+from mlxrl.memory import (
+    Backend,
+    FitResult,
+    MemoryEstimate,
+    ModelShape,
+    RunShape,
+    available_memory,
+    estimate,
+    fit,
+    known_config,
+)
+from mlxrl.policy import ModelError, find_model, is_target, on_cuda, read_config
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import ConfigError
 from mlxrl.train.optimizers import STATES
@@ -47,7 +59,7 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
         ConfigError: the model's config.json cannot be had or understood.
     """
     try:
-        model = adapted(ModelShape.from_config(model_config(config.model_id)), config)
+        model = adapted(ModelShape.from_config(model_config(config.model_id)).on(memory_backend()), config)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     except ValueError as error:
@@ -57,6 +69,13 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
     if config.rollout.weights == "auto" and estimate(model, run).peak > budget:
         run = replace(run, has_merged_copy=False)
     return Plan(model, run, estimate(model, run), fit(model, run, budget))
+
+
+def memory_backend() -> Backend:
+    """The backend that computes here, as the memory model names it."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "cuda" if on_cuda() else "metal"
 
 
 def model_config(model_id: str) -> dict[str, Any]:
@@ -97,6 +116,8 @@ def run_shape(config: TrainConfig, *, max_turns: int) -> RunShape:
         optimizer_states=STATES[config.optimizer.name],
         has_reference=config.kl_beta > 0,
         has_reference_adapter=config.reference == "initial_adapter",
+        shares_prompts=config.dropout == 0,
+        backend=memory_backend(),
     )
 
 

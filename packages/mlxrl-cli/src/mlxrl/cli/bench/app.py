@@ -116,3 +116,18 @@ def update(
     from mlxrl.cli.bench import commands
 
     commands.run_update(settings)
+
+
+@bench.command()
+def memory(
+    shapes: Annotated[
+        list[str], typer.Option(help="Part of the names of the shapes to measure, instead of all; may be repeated.")
+    ] = [],  # noqa: B006
+    rank: Rank = 8,
+    json: Json = None,
+) -> None:
+    """Predicted and measured peak memory of rollouts and training steps, for shapes that suit the device."""
+    settings: dict[str, Any] = dict(locals())
+    from mlxrl.cli.bench.memory import run_memory
+
+    run_memory(settings)

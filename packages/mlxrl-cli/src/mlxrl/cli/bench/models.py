@@ -17,10 +17,33 @@ from mlxrl.policy import LoRAConfig, PolicyReport, find_model, load_policy_with_
 from mlxrl.policy.testing import ARCHITECTURES, character_tokenizer
 from mlxrl.train import ConfigError
 
-SHAPES = {"tiny": 32, "tiny-32k": 32, "qwen3-0.6b": 4}
+SHAPES = {"tiny": 32, "tiny-32k": 32, "small": 32, "small-hybrid": 32, "qwen3-0.6b": 4, "hybrid-0.8b": 4}
 """Shapes of random models, with the bits of their weights by default."""
-VOCABULARIES = {"tiny-32k": 32_000}
-"""Shapes whose vocabulary is larger than the tokenizer's."""
+_QWEN3 = {**ARCHITECTURES["qwen3"], "model_type": "qwen3"}
+_HYBRID = {**ARCHITECTURES["qwen3_5"]["text_config"], "model_type": "qwen3_5"}
+_SMALL = {"hidden_size": 128, "num_hidden_layers": 8, "intermediate_size": 384, "head_dim": 32, "vocab_size": 2048}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tiny": _QWEN3,
+    "tiny-32k": _QWEN3 | {"vocab_size": 32_000},
+    "small": _QWEN3 | _SMALL,
+    "small-hybrid": _HYBRID | _SMALL | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3-0.6b": _QWEN3 | dict(known_config("qwen3-0.6b") or {}),
+    "hybrid-0.8b": _HYBRID
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "intermediate_size": 3584,
+        "num_attention_heads": 8,
+        "head_dim": 256,
+        "linear_num_value_heads": 16,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248_320,
+    },
+}
+"""The config.json of each; a vocabulary that is not given is the tokenizer's. Hybrids have three gated-delta layers for
+each with attention."""
 LORA_SCALE = 2.0
 
 
@@ -69,9 +92,7 @@ def make_random_model(folder: Path, shape: str, bits: int | None = None) -> Path
         raise ConfigError(f"--bits must be 4, 8, 16 or 32, got {bits}.")
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(folder)
-    config: dict[str, Any] = {"vocab_size": VOCABULARIES.get(shape, len(tokenizer)), **ARCHITECTURES["qwen3"]}
-    config |= known_config(shape) or {}
-    config |= {"model_type": "qwen3", "max_position_embeddings": 32768}
+    config = {"vocab_size": len(tokenizer), **CONFIGS[shape], "max_position_embeddings": 32768}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     model, _ = load_model(folder, lazy=True, strict=False)
     mx.random.seed(0)
@@ -88,6 +109,6 @@ def make_random_model(folder: Path, shape: str, bits: int | None = None) -> Path
 
 def _drawn(name: str, value: mx.array) -> mx.array:
     """Matrices wide enough that the next token is far from certain and from uniform, and not the last one again."""
-    if value.ndim < 2:
+    if value.ndim < 2 or "conv" in name:
         return value
     return mx.random.normal(value.shape) * (1.6 if "embed" in name else 1.5) * value.shape[-1] ** -0.5

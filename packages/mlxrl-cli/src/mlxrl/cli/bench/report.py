@@ -28,19 +28,7 @@ def report_of(
     return {
         "command": command,
         "settings": settings,
-        "versions": {
-            "mlxrl": _own_version(),
-            "mlx": version("mlx"),
-            "mlx-lm": version("mlx-lm"),
-            **({} if peer_version is None else {"inductive-mlxrl": peer_version}),
-        },
-        "machine": {
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "cores": os.cpu_count(),
-            "device": mx.default_device().type.name,
-            **mx.device_info(),
-        },
+        **surroundings(**({} if peer_version is None else {"inductive-mlxrl": peer_version})),
         "model": {
             "name": settings["model"] or settings["shape"] or "tiny",
             "type": report.model_type,
@@ -67,6 +55,20 @@ def report_of(
             for name, results in outcome.results.items()
         ],
         "failed": dict(outcome.failures),
+    }
+
+
+def surroundings(**others: str) -> dict[str, Any]:
+    """Versions, those of other packages included, and the machine."""
+    return {
+        "versions": {"mlxrl": _own_version(), "mlx": version("mlx"), "mlx-lm": version("mlx-lm"), **others},
+        "machine": {
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "cores": os.cpu_count(),
+            "device": mx.default_device().type.name,
+            **mx.device_info(),
+        },
     }
 
 
