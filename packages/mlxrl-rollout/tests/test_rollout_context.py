@@ -1,12 +1,14 @@
 """Transcripts that do not fit: what is cut, what ends, and what fails; and observations that are too much."""
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from mlxrl.env import StopReason, Task
 from mlxrl.rollout import (
     Engine,
     Role,
     SamplingConfig,
+    episode,
     generate_agentic_trajectories,
     group_requests,
     single_turn_environment,
@@ -120,6 +122,34 @@ def test_a_megabyte_of_text_ends_its_row_and_no_other(lend):
     assert drowned.failed
     assert drowned.error == f"the prompt has {len(flood) + 3} tokens, max_context is 1024"
     assert_same([calm], engine_of(policy, FOUR).rollout(requests[:1]), 1e-5)
+
+
+@pytest.mark.parametrize("bound", [None, 3, 100])
+@pytest.mark.parametrize("context", ["transcript", "turn"])
+def test_how_much_of_a_long_text_is_encoded_changes_nothing(lend, monkeypatch, context, bound):
+    # the context of 24 tokens is full at once, after some text, or not at all
+    tasks = [("hi", "x" * length, "y") for length in (0, 1, 4, 5, 9, 10, 20, 21, 22, 30, 90)]
+    engine = engine_of(lend("qwen3"), FOUR, max_context=24, context=context, max_observation_len=bound)
+    requests = group_requests(tasks, converse, group_size=1)
+    monkeypatch.setattr(episode, "FLOOD", 10**9)
+    whole = engine.rollout(requests)
+    assert {t.stop_reason for t in whole} >= {StopReason.env_done} | ({StopReason.context} if bound != 3 else set())
+    monkeypatch.setattr(episode, "FLOOD", 0)
+    assert_same(engine.rollout(requests), whole, 1e-5)
+
+
+@pytest.mark.parametrize("context", ["transcript", "turn"])
+def test_of_a_text_that_cannot_fit_the_end_is_never_encoded(lend, monkeypatch, context):
+    read, encode = [], PreTrainedTokenizerFast._encode_plus
+
+    def counted(self, text, *args, **options):
+        read.append(len(text))
+        return encode(self, text, *args, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
+    trajectory = converse_with(lend("qwen3"), "hi", "flood " * 10**5, "so", max_context=50, context=context)
+    assert trajectory.stop_reason == StopReason.context
+    assert sum(read) < 10**4
 
 
 def test_a_megabyte_of_text_is_cut_where_observations_are_bounded(lend):

@@ -14,6 +14,8 @@ from mlxrl.rollout.trajectory import Role, Segment, Trajectory, Turn
 
 Context = Literal["transcript", "turn"]
 
+# Characters a token of the room that is left, beyond which a text is not encoded to its end.
+FLOOD = 16
 # Characters of an environment's error that the record keeps.
 MOST_SAID = 500
 
@@ -271,7 +273,7 @@ class Episode:
         """Put the observation before the model: encode it, and see that it fits."""
         first, messages = not self._turns, as_messages(reply.observation)
         self._messages += messages
-        most = None if first else self.limits.max_observation_len
+        most = None if first else self._most_content(messages)
         try:
             if first or self.limits.context == "turn":
                 encoded = self.encoder.opening(reply.observation, max_content=most)
@@ -304,6 +306,16 @@ class Episode:
         self._segment.extend(encoded.token_ids, roles, len(self._turns))
         self._reply, self._observation_cut = reply, encoded.cut
         self.max_draws = min(self.sampling.max_tokens, room)
+
+    def _most_content(self, messages: Sequence[Message]) -> int | None:
+        """Most tokens of an observation that are kept or, of one that cannot fit into the context, that show it."""
+        most, context = self.limits.max_observation_len, self.limits.max_context
+        if context is None:
+            return most
+        left = context - (0 if self.starts_afresh else len(self._segment.token_ids))
+        if sum(len(message["content"]) for message in messages) <= FLOOD * left:
+            return most
+        return 2 * left if most is None else min(most, 2 * left)
 
     def _end_turn(self, result: StepResult | None) -> None:
         """Record the turn; a result of None: the environment did not answer as it should."""
