@@ -16,6 +16,7 @@ from mlxrl.policy.adapter_gradients import lean_adapters
 from mlxrl.policy.gated_delta import differentiable_gated_delta
 from mlxrl.policy.gradient_caches import GradientCache, map_arrays
 from mlxrl.policy.head import blocks_of
+from mlxrl.policy.swiglu_gradient import lean_swiglu
 
 
 def checkpoint_blocks(model: nn.Module, *, enabled: bool = True) -> None:
@@ -55,7 +56,7 @@ def _recomputing(block_class: type) -> type:
                 twin: Any = None if cache is None else cache.holding(kept)
                 args = tuple(twin if value is cache else value for value in args)
                 kwargs = {name: twin if value is cache else value for name, value in kwargs.items()}
-                with replay, differentiable_gated_delta(), lean_adapters(self):
+                with replay, differentiable_gated_delta(), lean_adapters(self), lean_swiglu(self):
                     output = block_class.__call__(self, *args, **kwargs)
                 # copies: of an array that is returned twice, MLX takes one gradient alone
                 return output, map_arrays(mx.contiguous, twin.arrays()) if fills else []

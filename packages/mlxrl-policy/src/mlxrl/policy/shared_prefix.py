@@ -20,6 +20,7 @@ from mlxrl.policy.checkpointing import draws_dropout
 from mlxrl.policy.gated_delta import differentiable_gated_delta
 from mlxrl.policy.gradient_caches import gradient_caches, spread
 from mlxrl.policy.head import Trunk, split_head
+from mlxrl.policy.swiglu_gradient import lean_swiglu
 
 # Two passes cost more than one of as many tokens: rows share where that leaves at most this part of them.
 WORTHWHILE = 0.8
@@ -98,7 +99,7 @@ def read(model: nn.Module, trunk: Trunk, rows: Rows, reading: Reading) -> tuple[
         padded[i, : len(row)] = row
     stems_N_P = mx.array(padded[reading.stems, :depth])
     places_R_W = np.array(reading.stem_of)[:, None] * depth + np.arange(width)
-    with differentiable_gated_delta(), lean_adapters(model):
+    with differentiable_gated_delta(), lean_adapters(model), lean_swiglu(model):
         if not reading.tails:
             return trunk(stems_N_P).flatten(0, 1), places_R_W
         caches: Any = gradient_caches(model)

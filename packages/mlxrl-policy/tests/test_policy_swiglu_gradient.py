@@ -1,0 +1,79 @@
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models.qwen3
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.activations import swiglu
+
+from mlxrl.policy import score
+from mlxrl.policy.swiglu_gradient import lean_swiglu
+
+qwen3: Any = mlx_lm.models.qwen3  # a module like all others, which calls `swiglu` by a name of its own
+
+
+@pytest.fixture
+def feed_forward() -> Any:
+    """A layer of that module."""
+    return qwen3.MLP(8, 16)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-6), (mx.bfloat16, 2**-7)])
+def test_value_and_slopes_are_those_of_autodiff(feed_forward, dtype, tolerance):
+    mx.random.seed(0)
+    gate, up, slope = (4 * mx.random.normal((2, 3, 50)).astype(dtype) for _ in range(3))
+    gate[0, 0, :3] = mx.array([-100.0, 0.0, 100.0])  # where the sigmoid is 0, 1/2 and 1
+    (expected,), expected_slopes = mx.vjp(swiglu, [gate, up], [slope])
+    with lean_swiglu(feed_forward):
+        assert qwen3.swiglu is not swiglu
+        (got,), got_slopes = mx.vjp(qwen3.swiglu, [gate, up], [slope])
+    assert qwen3.swiglu is swiglu
+    assert mx.array_equal(got, expected)
+    for got_slope, expected_slope in zip(got_slopes, expected_slopes, strict=True):
+        assert got_slope.dtype == dtype
+        error = mx.linalg.norm((got_slope - expected_slope).astype(mx.float32))
+        assert error <= tolerance * mx.linalg.norm(expected_slope.astype(mx.float32))
+
+
+def test_a_step_that_breaks_leaves_the_name_as_it_was(feed_forward):
+    with pytest.raises(RuntimeError), lean_swiglu(feed_forward):
+        raise RuntimeError
+    assert qwen3.swiglu is swiglu
+
+
+def test_layers_that_keep_less_have_the_same_gradient():
+    mx.random.seed(0)
+    layers = [qwen3.MLP(16, 512) for _ in range(16)]
+    model, x = nn.Sequential(*layers), mx.random.normal((512, 16))
+    mx.eval(model.parameters(), x)
+
+    def slope() -> mx.array:
+        return mx.grad(lambda x: model(x).sum())(x)
+
+    peaks, slopes = [], []
+    for context in (nullcontext(), lean_swiglu(model)):
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        with context:
+            slopes.append(slope())
+        mx.eval(slopes[-1])
+        peaks.append(mx.get_peak_memory() - before)
+    # gate and up of every layer, instead of gate, up, sigmoid and SiLU
+    assert peaks[1] < 0.7 * peaks[0]
+    assert mx.linalg.norm(slopes[1] - slopes[0]) <= 1e-5 * mx.linalg.norm(slopes[0])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_scores_have_the_gradient_of_plain_layers(policy, tokens, mask, checkpointed, monkeypatch):
+    model = policy("qwen3", grad_checkpoint=checkpointed)
+
+    def gradient():
+        loss = lambda: score(model, tokens, mask, with_gradient=True).logprobs.sum()  # noqa: E731
+        return dict(tree_flatten(nn.value_and_grad(model, loss)()[1]))
+
+    lean = gradient()
+    monkeypatch.setattr("mlxrl.policy.swiglu_gradient._lean", swiglu)
+    for name, wanted in gradient().items():
+        assert mx.linalg.norm(lean[name] - wanted) <= 1e-5 * mx.linalg.norm(wanted), name
