@@ -41,7 +41,8 @@ def _backward(primals: tuple[mx.array, mx.array], slope: mx.array, output: mx.ar
 def _slopes(gate: mx.array, up: mx.array, slope: mx.array) -> tuple[mx.array, mx.array]:
     sigmoid = mx.sigmoid(gate)
     silu = gate * sigmoid
-    return slope * up * (sigmoid + silu * (1 - sigmoid)), slope * silu
+    slope_gate, slope_up = slope * up * (sigmoid + silu * (1 - sigmoid)), slope * silu
+    return slope_gate.astype(gate.dtype), slope_up.astype(up.dtype)
 
 
 _lean: Any = mx.custom_function(_forward)
