@@ -131,6 +131,13 @@ def multiturn(session: nox.Session) -> None:
 
 
 @nox.session
+def memory(session: nox.Session) -> None:
+    """Measure memory beside its predictions and write the figures that DESIGN.md quotes."""
+    install(session, "--all-packages")
+    session.run("python", "tests-integration/memory.py", *session.posargs)
+
+
+@nox.session
 def lock(session: nox.Session) -> None:
     """Bring uv.lock up to date in its committed form; `-- --check` only compares."""
     relock(session, check="--check" in session.posargs)

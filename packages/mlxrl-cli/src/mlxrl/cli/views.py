@@ -45,6 +45,9 @@ class PlainView(Observer):
         self.rewards.append(metrics["reward"])
         self.say(step_line(self.config, metrics, self.seconds_left(metrics)))
 
+    def on_warning(self, reason: str) -> None:
+        self.say(f"warning: {reason}")
+
     def on_end(self, result: TrainResult) -> None:
         self.say(f"\n{summary(self, result)}")
 

@@ -18,10 +18,10 @@ KEPT_HIDDEN = 2  # inputs of the two norms, hidden wide
 KEPT_QUERY = 3  # queries before their norm, after the rotation, and scaled: heads x head_dim wide
 KEPT_GATE = 3  # attention output gate: the gate, its sigmoid, the ungated output
 KEPT_KV = 3  # keys before the norm and after the rotation, values: kv heads x head_dim wide
-KEPT_FEED_FORWARD = 4  # gate, up, sigmoid and the SiLU between them; the product is the down projection's LoRA input
+KEPT_FEED_FORWARD = 2  # gate and up; their product is the down projection's LoRA input
 KEPT_EXPERT_HIDDEN = 2  # per chosen expert: the gathered input and the output before weighing; not measured
 KEPT_ROUTER = 2  # router scores and probabilities, float32; not measured
-KEPT_CONV = 3  # gated delta, these three fitted to the slopes of five shapes: convolution input, output, sigmoid
+KEPT_CONV = 4  # gated delta: convolution input and output, sigmoid, SiLU
 KEPT_DELTA_KEY = 2  # gated delta: normalised q and k
 KEPT_DELTA_VALUE = 5  # gated delta: output gate z, its sigmoid, recurrence output, normed, gated
 
@@ -78,8 +78,8 @@ class BackendConstants:
 
 _CPU = BackendConstants(
     fused_head_dim=0,
-    backward_blocks=1.25,  # 1.2
-    checkpoint_blocks=2.6,  # 2.4 to 2.6
+    backward_blocks=1.6,  # 1.6
+    checkpoint_blocks=2.8,  # 2.8
     delta_states=2.4,  # 2.2 to 2.7
     chunk=(2**19, 16),
     head_copies=6.5,  # 6.4
@@ -92,8 +92,8 @@ _CPU = BackendConstants(
 )
 _CUDA = BackendConstants(
     fused_head_dim=128,
-    backward_blocks=2.0,  # 2.0 of 16-bit models on the CPU, whose slopes are cast to float32
-    checkpoint_blocks=3.8,  # 3.8 and 3.9 of these
+    backward_blocks=3.0,  # 3.1 of 16-bit models on the CPU, whose slopes are cast to float32
+    checkpoint_blocks=4.4,  # 4.4 and 4.5 of these
     delta_states=2.4,
     chunk=(2**22, 128),
     head_copies=6.5,
@@ -106,8 +106,8 @@ _CUDA = BackendConstants(
 )
 _METAL = BackendConstants(
     fused_head_dim=0,
-    backward_blocks=2.0,
-    checkpoint_blocks=3.8,
+    backward_blocks=3.0,
+    checkpoint_blocks=4.4,
     delta_states=0.1,  # assumed: there the operation is a kernel in both directions
     chunk=(2**22, 128),
     head_copies=6.5,

@@ -12,6 +12,7 @@ from mlxrl.train.errors import DynamicSamplingError, RewardError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
 from mlxrl.train.faults import count_faults, ending_fault, failure_events, fault_events
 from mlxrl.train.files import read_lines
+from mlxrl.train.memory_watch import plan_to_watch, watch_memory
 from mlxrl.train.metrics import Metrics
 from mlxrl.train.records import save_batch, trajectory_record
 from mlxrl.train.rollout_weights import choose_weights, watch_mismatch
@@ -28,6 +29,9 @@ class Observer:
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """The held-out tasks were played after `step` steps."""
+
+    def on_warning(self, reason: str) -> None:
+        """Something is not as planned."""
 
     def on_step(self, metrics: Metrics, trajectories: Sequence[Trajectory]) -> None:
         """A step was taken."""
@@ -66,7 +70,8 @@ def train(
         resume: go on from the newest checkpoint of `config.output`.
         force: replace a run that is there.
         observer: is told what happens.
-        available_bytes: memory that rollout.weights = "auto" may count on; by default what this machine has.
+        available_bytes: memory that rollout.weights = "auto" may count on, and at whose end a run is warned; by default
+            what this machine has.
 
     Raises:
         ConfigError: the config cannot be run.
@@ -96,6 +101,7 @@ def train(
         scored_by = [{"step": 0, "event": "scored_by", "reward": name, "reason": how} for name, how in told if how]
         folder.log(folder.events, *scored_by)
     observer.on_start(session, folder.path, state.step)
+    plan = plan_to_watch(config, max_turns=session.curriculum.max_turns, available_bytes=available_bytes)
 
     metrics: list[Metrics] = []
     evaluations: list[tuple[int, Evaluation]] = []
@@ -115,9 +121,12 @@ def train(
         count_faults(state, step)
         mismatch = watch_mismatch(session, state, step.metrics)
         folder.log(folder.rollouts, *(trajectory_record(state.step, trajectory) for trajectory in step.groups.sampled))
-        folder.log(folder.events, *fault_events(step), *mismatch)
+        memory = watch_memory(state, step.metrics, plan)
+        folder.log(folder.events, *fault_events(step), *mismatch, *memory)
         folder.log(folder.metrics, step.metrics)
         metrics.append(step.metrics)
+        for event in memory:
+            observer.on_warning(event["reason"])
         observer.on_step(step.metrics, step.groups.sampled)
         fault = ending_fault(state, step, config)
         sound = isinstance(fault, DynamicSamplingError | RewardError)  # the policy that such a fault leaves behind

@@ -65,7 +65,7 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
     except ValueError as error:
         raise ConfigError(f"model_id = {config.model_id!r}: {error}") from error
     run = run_shape(config, max_turns=config.max_turns or max_turns)
-    budget = available_memory() if available_bytes is None else available_bytes
+    budget = device_memory() if available_bytes is None else available_bytes
     if config.rollout.weights == "auto" and estimate(model, run).peak > budget:
         run = replace(run, has_merged_copy=False)
     return Plan(model, run, estimate(model, run), fit(model, run, budget))
@@ -76,6 +76,11 @@ def memory_backend() -> Backend:
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "cuda" if on_cuda() else "metal"
+
+
+def device_memory() -> int:
+    """Bytes that the device has for this process: an NVIDIA GPU's own, else those of `available_memory`."""
+    return int(mx.device_info()["total_memory"]) if on_cuda() else available_memory()
 
 
 def model_config(model_id: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class RunState:
         failing_rewards: steps in a row in which a reward function failed on every row, by its name.
         rollout_weights: what rollouts sample from, where the config leaves it open and it has been chosen.
         mismatched: whether the last step's sampler was too far from the policy.
+        memory_warned: whether it was said that a step took much memory.
     """
 
     step: int = 0
@@ -51,6 +52,7 @@ class RunState:
     failing_rewards: dict[str, int] = field(default_factory=dict)
     rollout_weights: Literal["shared", "merged"] | None = None
     mismatched: bool = False
+    memory_warned: bool = False
 
 
 class RunFolder:

@@ -14,7 +14,8 @@ Samples = Annotated[int, typer.Option(min=1, help="Rows of each prompt or task."
 PromptLen = Annotated[int, typer.Option(min=1, help="Tokens of a prompt or task.")]
 Model = Annotated[str | None, typer.Option(help="Model folder, hub name, or 'embedded', instead of --shape.")]
 Shape = Annotated[
-    str | None, typer.Option(help="Random weights of this shape: tiny (the default), tiny-32k or qwen3-0.6b.")
+    str | None,
+    typer.Option(help="Random weights: tiny (the default), tiny-32k, qwen3-0.6b, hybrid-0.8b, small or small-hybrid."),
 ]
 Bits = Annotated[int | None, typer.Option(help="Bits of a --shape's weights: 4, 8, 16 or 32; by default 4, tiny 32.")]
 Rank = Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapter on every projection.")]

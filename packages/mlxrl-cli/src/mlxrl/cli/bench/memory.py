@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,12 +20,13 @@ from mlxrl.cli.bench.ours import AnsweringEnv, make_engine
 from mlxrl.cli.bench.report import surroundings
 from mlxrl.cli.bench.work import MultiturnWork, declare_ends, make_texts
 from mlxrl.env import Task
-from mlxrl.memory import MemoryEstimate, ModelShape, RunShape, estimate
+from mlxrl.memory import ModelShape, RunShape, estimate
+from mlxrl.policy import read_config
 from mlxrl.rollout import Trajectory, group_requests, single_turn_environment
 from mlxrl.train import ConfigError, batch_from_rollouts, memory_backend, optimizer_step
 
 PHASES = ("rollout", "update")
-WIDTH = 64
+WIDTH = 64  # rows decoded at once, as a run has it by default
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def run_memory(settings: dict[str, Any]) -> None:
     """Measure the shapes of this device; `settings` are the command's options by name."""
     check(settings)
     shapes = chosen_shapes(settings["shapes"])
-    report: dict[str, Any] = {**surroundings(), "rank": settings["rank"], "shapes": []}
+    report: dict[str, Any] = {**surroundings(), "backend": memory_backend(), "rank": settings["rank"], "shapes": []}
     file = settings["json"]
     console = Console(stderr=True)
     for (model, bits), same in groupby(shapes, key=lambda shape: (shape.model, shape.bits)):
@@ -132,32 +133,38 @@ def compare(policy: BenchPolicy, shape: Shape, rank: int) -> dict[str, Any]:
         shape.max_tokens,
         temperature=1.0,
     )
-    expected = predict(policy, shape, work, rank)
-    predicted = {
-        "rollout": expected.held + expected.rollout,
-        "update": expected.held + expected.update,
-        "peak": expected.mlx_peak,
-    }
-    measured = measure(policy, shape, work)
+    config, run = read_config(policy.folder), asdict(run_shape(policy, shape, work, rank))
+    predicted, measured = predicted_peaks(config, run), measure(policy, shape, work)
     measured["peak"] = max(measured.values())
     return {
         "name": shape.name,
-        **asdict(shape),
-        "predicted": predicted,
+        "config": config,
+        "run": run,
         "measured": measured,
+        "predicted": predicted,
         "ratio": {phase: predicted[phase] / measured[phase] for phase in predicted},
-        "parts": asdict(expected),
     }
 
 
-def predict(policy: BenchPolicy, shape: Shape, work: MultiturnWork, rank: int) -> MemoryEstimate:
-    """What the memory model says of the shape."""
+def predicted_peaks(config: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes by phase, as `mx.get_peak_memory` would have them.
+
+    Args:
+        config: config.json of the model.
+        run: the fields of a `RunShape`.
+    """
+    expected = estimate(ModelShape.from_config(config).on(run["backend"]), RunShape(**run))
+    rollout, update = expected.held + expected.rollout, expected.held + expected.update
+    return {"rollout": rollout, "update": update, "peak": expected.mlx_peak}
+
+
+def run_shape(policy: BenchPolicy, shape: Shape, work: MultiturnWork, rank: int) -> RunShape:
+    """What the memory model asks of a run."""
 
     def length(text: str) -> int:
         return len(policy.tokenizer.encode(text))
 
-    backend = memory_backend()
-    run = RunShape(
+    return RunShape(
         max_prompt_len=max(length(text) for text in openings(work)),
         max_completion_len=shape.max_tokens,
         group_size=shape.samples,
@@ -169,9 +176,8 @@ def predict(policy: BenchPolicy, shape: Shape, work: MultiturnWork, rank: int) -
         max_tokens_per_micro_batch=shape.micro_batch_tokens,
         gradient_checkpointing=shape.checkpointing,
         lora_rank=rank,
-        backend=backend,
+        backend=memory_backend(),
     )
-    return estimate(ModelShape.from_path(policy.folder).on(backend), run)
 
 
 def openings(work: MultiturnWork) -> Sequence[str]:
@@ -230,14 +236,14 @@ def requests_of(work: MultiturnWork) -> list[Any]:
 def show(console: Console, report: dict[str, Any]) -> None:
     """A line a shape: predicted and measured MiB, and their ratio."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("predicted / measured MiB", no_wrap=True)
+    table.add_column("predicted / measured MiB")
     for phase in (*PHASES, "peak"):
-        table.add_column(phase, justify="right", no_wrap=True)
+        table.add_column(phase, justify="right")
         table.add_column("", justify="right", no_wrap=True)
     for row in report["shapes"]:
         cells = []
         for phase in (*PHASES, "peak"):
-            cells.append(f"{row['predicted'][phase] / 2**20:,.1f} / {row['measured'][phase] / 2**20:,.1f}")
+            cells.append(f"{row['predicted'][phase] / 2**20:,.0f} / {row['measured'][phase] / 2**20:,.0f}")
             cells.append(f"{row['ratio'][phase]:.2f}")
         table.add_row(row["name"], *cells)
     console.print(table, highlight=False, soft_wrap=True)

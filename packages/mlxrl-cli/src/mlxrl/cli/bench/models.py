@@ -17,7 +17,7 @@ from mlxrl.policy import LoRAConfig, PolicyReport, find_model, load_policy_with_
 from mlxrl.policy.testing import ARCHITECTURES, character_tokenizer
 from mlxrl.train import ConfigError
 
-SHAPES = {"tiny": 32, "tiny-32k": 32, "small": 32, "small-hybrid": 32, "qwen3-0.6b": 4, "hybrid-0.8b": 4}
+SHAPES = {"tiny": 32, "tiny-32k": 32, "qwen3-0.6b": 4, "hybrid-0.8b": 4, "small": 32, "small-hybrid": 32}
 """Shapes of random models, with the bits of their weights by default."""
 _QWEN3 = {**ARCHITECTURES["qwen3"], "model_type": "qwen3"}
 _HYBRID = {**ARCHITECTURES["qwen3_5"]["text_config"], "model_type": "qwen3_5"}

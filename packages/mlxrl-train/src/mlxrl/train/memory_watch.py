@@ -1,0 +1,47 @@
+"""Whether the memory that steps take is what was planned, and how near it is to what there is."""
+
+from typing import Any
+
+from mlxrl.memory import human_bytes
+from mlxrl.train.config import TrainConfig
+from mlxrl.train.errors import ConfigError
+from mlxrl.train.metrics import Metrics
+from mlxrl.train.plan import Plan, make_plan
+from mlxrl.train.run_folder import RunState
+
+# The share of the memory at which a run is warned: the next step's rows may be longer.
+NEAR_LIMIT = 0.9
+# Times what was planned at which it is warned already at half of the memory: what the plan says of longer rows is off.
+BEYOND_PLAN = 1.15
+
+
+def plan_to_watch(config: TrainConfig, *, max_turns: int, available_bytes: int | None) -> Plan | None:
+    """The plan of a run, None for a model that cannot be planned."""
+    try:
+        return make_plan(config, max_turns=max_turns, available_bytes=available_bytes)
+    except ConfigError:
+        return None
+
+
+def watch_memory(state: RunState, metrics: Metrics, plan: Plan | None) -> list[dict[str, Any]]:
+    """A line for events.jsonl, once a run, when a step came near the memory there is or took more than was planned.
+
+    Args:
+        state: where the run stands; remembers that it was said.
+        metrics: those of the step just taken.
+        plan: the run's plan, where there is one.
+    """
+    if plan is None or state.memory_warned:
+        return []
+    limit, planned = plan.fit.budget, plan.estimate.peak
+    peak = int(metrics["peak_memory_gb"] * 2**30) + plan.estimate.runtime
+    took = f"step {state.step} took {human_bytes(peak)} of the {human_bytes(limit)} that there are"
+    advice = "update.max_tokens_per_micro_batch and rollout.width bound it"
+    if peak > NEAR_LIMIT * limit:
+        reason = f"{took}; {advice}"
+    elif peak > max(BEYOND_PLAN * planned, limit / 2):
+        reason = f"{took}, and {human_bytes(planned)} were planned: longer rows may not fit; {advice}"
+    else:
+        return []
+    state.memory_warned = True
+    return [{"step": state.step, "event": "memory", "reason": reason, "peak": peak, "planned": planned, "limit": limit}]

@@ -1,0 +1,78 @@
+"""The run is warned once before memory runs out, or where it takes more than was planned."""
+
+import pytest
+
+from mlxrl.memory import human_bytes
+from mlxrl.train import Observer, make_config, train
+from mlxrl.train.files import read_lines
+from mlxrl.train.memory_watch import plan_to_watch, watch_memory
+from mlxrl.train.run_folder import RunState
+
+GB = 2**30
+
+
+class Hearing(Observer):
+    def __init__(self):
+        self.warnings = []
+
+    def on_warning(self, reason):
+        self.warnings.append(reason)
+
+
+def plan(budget):
+    config = make_config({"model_id": "mlx-community/Qwen3-0.6B-4bit", "rollout": {"weights": "shared"}})
+    found = plan_to_watch(config, max_turns=1, available_bytes=int(budget))
+    assert found is not None
+    return found
+
+
+def peak(total, planned):
+    """The metrics of a step that takes so much, what MLX does not count included."""
+    return {"peak_memory_gb": (total - planned.estimate.runtime) / GB}
+
+
+def test_a_step_near_the_limit_is_told_once():
+    planned = plan(100 * GB)
+    state = RunState(step=7)
+    assert watch_memory(state, peak(89 * GB, planned), planned) == []
+    (event,) = watch_memory(state, peak(91 * GB, planned), planned)
+    assert (event["step"], event["event"], event["limit"]) == (7, "memory", 100 * GB)
+    assert event["peak"] == pytest.approx(91 * GB, abs=2)
+    assert "took 91.00 GiB of the 100.00 GiB" in event["reason"]
+    assert state.memory_warned
+    assert watch_memory(state, peak(99 * GB, planned), planned) == []
+
+
+def test_a_step_beyond_the_plan_is_told_where_it_takes_half_of_the_memory():
+    needed = plan(GB).estimate.peak
+    # 1.1 and 1.2 times what was planned, of half and of a third of the memory
+    for times, budget, told in ((1.1, 2, False), (1.2, 2, True), (1.2, 3, False)):
+        planned = plan(budget * needed)
+        events = watch_memory(RunState(step=1), peak(times * needed, planned), planned)
+        assert bool(events) == told
+        if told:
+            assert f"and {human_bytes(needed)} were planned" in events[0]["reason"]
+
+
+def test_a_model_without_a_plan_is_not_watched():
+    config = make_config({"model_id": "no-model"})
+    assert plan_to_watch(config, max_turns=1, available_bytes=GB) is None
+    assert watch_memory(RunState(step=1), {"peak_memory_gb": 1000.0}, None) == []
+
+
+def test_a_run_with_little_memory_is_warned_and_goes_on(values):
+    config = make_config(values(steps=3))
+    few = plan_to_watch(config, max_turns=1, available_bytes=GB)
+    assert few is not None
+    hearing = Hearing()
+    result = train(config, observer=hearing, available_bytes=few.estimate.runtime)
+    events = [row for row in read_lines(result.folder / "events.jsonl") if row["event"] == "memory"]
+    assert [event["reason"] for event in events] == hearing.warnings
+    assert [event["step"] for event in events] == [1]
+    assert len(result.metrics) == 3
+
+
+def test_a_run_with_enough_memory_is_not_warned(values):
+    hearing = Hearing()
+    train(make_config(values(steps=2)), observer=hearing, available_bytes=64 * GB)
+    assert hearing.warnings == []
