@@ -32,15 +32,15 @@ def peak(total, planned):
 
 
 def test_a_step_near_the_limit_is_told_once():
-    planned = plan(100 * GB)
-    state = RunState(step=7)
-    assert watch_memory(state, peak(89 * GB, planned), planned) == []
-    (event,) = watch_memory(state, peak(91 * GB, planned), planned)
-    assert (event["step"], event["event"], event["limit"]) == (7, "memory", 100 * GB)
-    assert event["peak"] == pytest.approx(91 * GB, abs=2)
-    assert "took 91.00 GiB of the 100.00 GiB" in event["reason"]
+    limit = plan(GB).estimate.peak  # a run that just fits
+    planned, state = plan(limit), RunState(step=7)
+    assert watch_memory(state, peak(0.89 * limit, planned), planned) == []
+    (event,) = watch_memory(state, peak(0.91 * limit, planned), planned)
+    assert (event["step"], event["event"], event["limit"], event["planned"]) == (7, "memory", limit, limit)
+    assert event["peak"] == pytest.approx(0.91 * limit, abs=2)
+    assert f"took {human_bytes(event['peak'])} of the {human_bytes(limit)}" in event["reason"]
     assert state.memory_warned
-    assert watch_memory(state, peak(99 * GB, planned), planned) == []
+    assert watch_memory(state, peak(0.99 * limit, planned), planned) == []
 
 
 def test_a_step_beyond_the_plan_is_told_where_it_takes_half_of_the_memory():
