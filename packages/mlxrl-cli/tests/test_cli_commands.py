@@ -215,12 +215,24 @@ def test_a_run_says_what_it_samples_from_and_its_plan_counts_the_copy(tmp_path):
     assert base.split(maxsplit=1)[1] != after.split(maxsplit=1)[1]
 
 
+def test_a_plan_tells_what_was_measured_from_what_was_not(tmp_path):
+    dense, mixture = (make_tiny_model(tmp_path / name, name) for name in ("qwen3", "qwen3_moe"))
+    measured, derived = (cli("plan", "--model", model, folder=tmp_path) for model in (dense, mixture))
+    assert re.search(r"weights .* counted", measured)
+    assert re.search(r"update activations .* measured on cpu", measured)
+    assert "at least" not in measured
+    assert re.search(r"update activations .* extrapolated", derived)
+    assert re.search(r"peak +at least", derived)
+    assert "expert layers are derived" in derived
+    assert "the run needs at least" in " ".join(derived.split())
+
+
 def test_auto_fit_turns_the_run_down_until_it_fits(tmp_path):
     wide = {"max_prompt_len": 512, "max_completion_len": 256, "update.max_tokens_per_micro_batch": 16384, "steps": 1}
     settings = [word for name, value in wide.items() for word in ("--set", f"{name}={value}")]
-    refused = cli("train", *settings, "--available-memory-gb", 1.5, folder=tmp_path, expect=2)
+    refused = cli("train", *settings, "--available-memory-gb", 0.8, folder=tmp_path, expect=2)
     assert "gradient_checkpointing = true" in refused
-    fitted = cli("train", *settings, "--dry-run", "--available-memory-gb", 1.5, "--auto-fit", folder=tmp_path)
+    fitted = cli("train", *settings, "--dry-run", "--available-memory-gb", 0.8, "--auto-fit", folder=tmp_path)
     assert "gradient_checkpointing = true" in fitted
     assert "It fits" in fitted
 
