@@ -1,7 +1,7 @@
 """Predicted beside measured memory, in results/memory.json by backend; `nox -s memory` measures this machine's.
 
-With the report of another machine's `mlxrl-cli bench memory --json REPORT` as argument, it takes that in instead.
-Prints the table that DESIGN.md shows.
+With reports of another machine's `mlxrl-cli bench memory --json REPORT` as arguments, it takes those in instead. Prints
+the table that DESIGN.md shows.
 """
 
 import json
@@ -18,16 +18,19 @@ RESULTS = Path(__file__).parent / "results" / "memory.json"
 
 
 def main() -> None:
-    """Measure, or read a report, and put it beside those of the other backends."""
-    report = json.loads(Path(sys.argv[1]).read_text()) if sys.argv[1:] else measured()
+    """Measure, or read the reports of one other machine, and put it beside those of the other backends."""
+    reports = [json.loads(Path(file).read_text()) for file in sys.argv[1:]] or [measured()]
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept = {
+    results[reports[0]["backend"]] = {
         "date": datetime.now(UTC).date().isoformat(),
-        "mlx": report["versions"]["mlx"],
-        "device": report["machine"]["device_name"],
-        "shapes": [{key: row[key] for key in ("name", "config", "run", "measured")} for row in report["shapes"]],
+        "mlx": reports[0]["versions"]["mlx"],
+        "device": reports[0]["machine"]["device_name"],
+        "shapes": [
+            {key: row[key] for key in ("name", "config", "run", "measured")}
+            for report in reports
+            for row in report["shapes"]
+        ],
     }
-    results[report["backend"]] = kept
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     print(table(results))
 

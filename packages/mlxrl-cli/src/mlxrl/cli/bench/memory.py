@@ -76,14 +76,14 @@ GPU_SHAPES = (
     Shape("qwen3-0.6b", 4, 4, 8, 97, 512, micro_batch_tokens=4300),
     Shape("qwen3-0.6b", 4, 8, 8, 64, 256),
     Shape("qwen3-0.6b", 4, 8, 8, 64, 256, micro_batch_tokens=4200, checkpointing=True),
-    Shape("hybrid-0.8b", 4, 4, 8, 512, 97),
-    Shape("hybrid-0.8b", 4, 4, 8, 512, 97, checkpointing=True),
-    Shape("hybrid-0.8b", 4, 4, 8, 97, 512, micro_batch_tokens=4300),
-    Shape("hybrid-0.8b", 4, 8, 8, 64, 256, checkpointing=True),
     Shape("qwen3-0.6b", 16, 4, 8, 512, 97),
     Shape("qwen3-0.6b", 16, 4, 8, 97, 512, micro_batch_tokens=4300),
     Shape("qwen3-0.6b", 16, 8, 8, 64, 256, checkpointing=True),
     Shape("qwen3-0.6b", 16, 8, 8, 64, 256, micro_batch_tokens=4200, merged=True),
+    Shape("hybrid-0.8b", 4, 4, 8, 512, 97),
+    Shape("hybrid-0.8b", 4, 4, 8, 512, 97, checkpointing=True),
+    Shape("hybrid-0.8b", 4, 4, 8, 97, 512, micro_batch_tokens=4300),
+    Shape("hybrid-0.8b", 4, 8, 8, 64, 256, checkpointing=True),
     Shape("hybrid-0.8b", 16, 4, 8, 512, 97),
     Shape("hybrid-0.8b", 16, 8, 8, 64, 256, checkpointing=True),
 )
@@ -102,7 +102,9 @@ def run_memory(settings: dict[str, Any]) -> None:
             declare_ends(policy.tokenizer, [])
             for shape in same:
                 with console.status(shape.name):
-                    report["shapes"].append(compare(policy, shape, settings["rank"]))
+                    row = compare(policy, shape, settings["rank"])
+                report["shapes"].append(row)
+                console.print(f"{row['name']}: {row['ratio']['peak']:.2f}", highlight=False)
                 if file not in (None, "-"):  # after each shape: what was measured stays if the next one breaks
                     Path(file).write_text(json.dumps(report, indent=2) + "\n")
     if file == "-":
@@ -186,7 +188,7 @@ def openings(work: MultiturnWork) -> Sequence[str]:
 
 
 def measure(policy: BenchPolicy, shape: Shape, work: MultiturnWork) -> dict[str, int]:
-    """Peaks in bytes, as MLX counts them: of a rollout, and of the training step on what it drew."""
+    """Peaks in bytes, as MLX counts them: of a rollout, and of the training step on it; `held` is there before both."""
     engine = make_engine(policy, work, {"weights": "merged" if shape.merged else "shared", "width": WIDTH})
     optimizer = optim.Adam(learning_rate=0.0)  # the next shape finds the same policy
     optimizer.init(policy.model.trainable_parameters())
@@ -215,7 +217,8 @@ def measure(policy: BenchPolicy, shape: Shape, work: MultiturnWork) -> dict[str,
             max_tokens=shape.micro_batch_tokens,
         )
 
-    peaks: dict[str, int] = {}
+    mx.clear_cache()
+    peaks = {"held": mx.get_active_memory()}
     for phase, run in zip(PHASES, (play, train), strict=True):
         mx.clear_cache()
         mx.reset_peak_memory()
