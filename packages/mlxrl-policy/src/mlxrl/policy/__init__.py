@@ -1,6 +1,6 @@
 """A language model as a policy: load it with LoRA, score tokens, save and load adapters."""
 
-from mlxrl.policy import _platform  # noqa: F401  (first: it explains a missing MLX)
+from mlxrl.policy import _cuda_graphs, _platform  # noqa: F401  (first: before MLX computes, and it may be missing)
 from mlxrl.policy.adapters import adapter_parameters, load_adapter, save_adapter
 from mlxrl.policy.checkpointing import checkpoint_blocks
 from mlxrl.policy.decoding import decoding
