@@ -1,12 +1,14 @@
 """The run is warned once before memory runs out, or where it takes more than was planned."""
 
+import mlx.core as mx
 import pytest
 
 from mlxrl.memory import human_bytes
 from mlxrl.train import Observer, make_config, train
 from mlxrl.train.files import read_lines
-from mlxrl.train.memory_watch import plan_to_watch, watch_memory
+from mlxrl.train.memory_watch import plan_to_watch, planned_memory, watch_memory
 from mlxrl.train.run_folder import RunState
+from mlxrl.train.step import train_step
 
 GB = 2**30
 
@@ -76,3 +78,36 @@ def test_a_run_with_enough_memory_is_not_warned(values):
     hearing = Hearing()
     train(make_config(values(steps=2)), observer=hearing, available_bytes=64 * GB)
     assert hearing.warnings == []
+
+
+def limit_now():
+    limit = mx.set_memory_limit(GB)
+    mx.set_memory_limit(limit)
+    return limit
+
+
+def test_mlx_keeps_to_the_plan_where_memory_is_scarce_and_is_free_again_afterwards():
+    before, scarce, ample = limit_now(), plan(GB), plan(1000 * GB)
+    with planned_memory(scarce):
+        assert limit_now() == int(1.1 * scarce.estimate.mlx_peak)
+    with planned_memory(ample):
+        assert limit_now() == 500 * GB
+    with pytest.raises(KeyError), planned_memory(scarce):
+        raise KeyError
+    with planned_memory(None):
+        assert limit_now() == before
+    assert limit_now() == before
+
+
+def test_every_step_of_a_run_keeps_to_its_plan(values, monkeypatch):
+    limits = []
+
+    def step(session, number):
+        limits.append(limit_now())
+        return train_step(session, number)
+
+    monkeypatch.setattr("mlxrl.train.loop.train_step", step)
+    before = limit_now()
+    train(make_config(values(steps=2)), available_bytes=64 * GB)
+    assert limits == [32 * GB] * 2
+    assert limit_now() == before

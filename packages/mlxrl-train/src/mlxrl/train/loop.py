@@ -12,7 +12,7 @@ from mlxrl.train.errors import DynamicSamplingError, RewardError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
 from mlxrl.train.faults import count_faults, ending_fault, failure_events, fault_events
 from mlxrl.train.files import read_lines
-from mlxrl.train.memory_watch import plan_to_watch, watch_memory
+from mlxrl.train.memory_watch import plan_to_watch, planned_memory, watch_memory
 from mlxrl.train.metrics import Metrics
 from mlxrl.train.records import save_batch, trajectory_record
 from mlxrl.train.rollout_weights import choose_weights, watch_mismatch
@@ -115,7 +115,8 @@ def train(
     if state.step not in {row["step"] for row in read_lines(folder.evaluations)}:  # a run may break off before it
         evaluate_if_due()
     while state.step < config.steps:
-        step = train_step(session, state.step)
+        with planned_memory(plan):
+            step = train_step(session, state.step)
         state.step += 1
         state.position = session.loader.position
         count_faults(state, step)

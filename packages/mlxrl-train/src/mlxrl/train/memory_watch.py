@@ -1,6 +1,10 @@
 """Whether the memory that steps take is what was planned, and how near it is to what there is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import mlx.core as mx
 
 from mlxrl.memory import human_bytes
 from mlxrl.train.config import TrainConfig
@@ -13,6 +17,8 @@ from mlxrl.train.run_folder import RunState
 NEAR_LIMIT = 0.9
 # Times what was planned at which it is warned already at half of the memory: what the plan says of longer rows is off.
 BEYOND_PLAN = 1.15
+# Times what was planned that MLX may hold before it waits for the device, where half of the memory is less than that.
+LAUNCHING_AHEAD = 1.1
 
 
 def plan_to_watch(config: TrainConfig, *, max_turns: int, available_bytes: int | None) -> Plan | None:
@@ -21,6 +27,26 @@ def plan_to_watch(config: TrainConfig, *, max_turns: int, available_bytes: int |
         return make_plan(config, max_turns=max_turns, available_bytes=available_bytes)
     except ConfigError:
         return None
+
+
+@contextmanager
+def planned_memory(plan: Plan | None) -> Iterator[None]:
+    """Within the context MLX does not launch further ahead than the memory goes that was planned, or half of all.
+
+    A GPU's host launches faster than the device computes, and each launch holds its arrays until it has run: an update
+    that needs 10 GB then takes 26. With a limit MLX waits for the device instead, and takes more only where it must.
+
+    Args:
+        plan: the run's plan, where there is one.
+    """
+    if plan is None:
+        yield
+        return
+    before = mx.set_memory_limit(int(max(LAUNCHING_AHEAD * plan.estimate.mlx_peak, plan.fit.budget / 2)))
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(before)
 
 
 def watch_memory(state: RunState, metrics: Metrics, plan: Plan | None) -> list[dict[str, Any]]:

@@ -136,7 +136,8 @@ def compare(policy: BenchPolicy, shape: Shape, rank: int) -> dict[str, Any]:
         temperature=1.0,
     )
     config, run = read_config(policy.folder), asdict(run_shape(policy, shape, work, rank))
-    predicted, measured = predicted_peaks(config, run), measure(policy, shape, work)
+    predicted = predicted_peaks(config, run)
+    measured = measure(policy, shape, work, limit=predicted["update"] // 2)
     measured["peak"] = max(measured.values())
     return {
         "name": shape.name,
@@ -187,8 +188,12 @@ def openings(work: MultiturnWork) -> Sequence[str]:
     return work.tasks if work.turns == 1 else [work.opening(task) for task in work.tasks]
 
 
-def measure(policy: BenchPolicy, shape: Shape, work: MultiturnWork) -> dict[str, int]:
-    """Peaks in bytes, as MLX counts them: of a rollout, and of the training step on it; `held` is there before both."""
+def measure(policy: BenchPolicy, shape: Shape, work: MultiturnWork, limit: int) -> dict[str, int]:
+    """Peaks in bytes, as MLX counts them: of a rollout, and of the training step on it; `held` is there before both.
+
+    On a GPU the training step runs under a memory limit that it must exceed: beyond that MLX waits for the device
+    rather than launch ahead, so that what is measured is what the step needs.
+    """
     engine = make_engine(policy, work, {"weights": "merged" if shape.merged else "shared", "width": WIDTH})
     optimizer = optim.Adam(learning_rate=0.0)  # the next shape finds the same policy
     optimizer.init(policy.model.trainable_parameters())
@@ -222,9 +227,13 @@ def measure(policy: BenchPolicy, shape: Shape, work: MultiturnWork) -> dict[str,
     for phase, run in zip(PHASES, (play, train), strict=True):
         mx.clear_cache()
         mx.reset_peak_memory()
+        launches_ahead = phase == "update" and mx.default_device().type == mx.gpu
+        free = mx.set_memory_limit(limit) if launches_ahead else None
         run()
         mx.synchronize()
         peaks[phase] = mx.get_peak_memory()
+        if free is not None:
+            mx.set_memory_limit(free)
     return peaks
 
 
