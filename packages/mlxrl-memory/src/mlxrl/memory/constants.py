@@ -55,11 +55,13 @@ class BackendConstants:
         chunk: logits that a chunk of the head holds, and positions that it has at least, as in `mlxrl.policy.score`.
         head_copies: float32 arrays of a chunk's logits, its slopes computed beside it.
         head_chunks: chunks whose arrays exist at once, the host launching ahead.
-        dense_heads: copies of a quantised head's weights, dequantised for the products of a chunk.
+        dequantised: 1 where texts are multiplied with quantised weights in their dense form, one matrix at a time: the
+            head's for its chunks, and while prompts are read those of all blocks, the host launching ahead; else 0.
         growing_layers: layers whose old and new caches exist at once while all grow.
         sampler_copies: float32 `[rows, vocabulary]` of one draw.
         runtime: bytes of the process that MLX does not count.
         measured: whether these are measured or taken over from another backend.
+        measured_delta: whether those of gated-delta layers are.
     """
 
     fused_head_dim: int
@@ -69,11 +71,12 @@ class BackendConstants:
     chunk: tuple[int, int]
     head_copies: float
     head_chunks: float
-    dense_heads: float
+    dequantised: int
     growing_layers: float
     sampler_copies: float
     runtime: int
     measured: bool
+    measured_delta: bool
 
 
 _CPU = BackendConstants(
@@ -84,25 +87,27 @@ _CPU = BackendConstants(
     chunk=(2**19, 16),
     head_copies=6.5,  # 6.4
     head_chunks=2.3,  # 1.9 of 2, 2.2 of 4
-    dense_heads=0,
+    dequantised=0,
     growing_layers=1.7,
     sampler_copies=3,
     runtime=128 * 2**20,
     measured=True,
+    measured_delta=True,
 )
 _CUDA = BackendConstants(
     fused_head_dim=128,
-    backward_blocks=3.0,  # 3.1 of 16-bit models on the CPU, whose slopes are cast to float32
-    checkpoint_blocks=4.4,  # 4.4 and 4.5 of these
-    delta_states=2.4,
-    chunk=(2**22, 128),
-    head_copies=6.5,
-    head_chunks=2.3,
-    dense_heads=1,
+    backward_blocks=2.0,  # 2.0 of 16-bit models on the CPU, whose slopes are cast to float32; less than the head here
+    checkpoint_blocks=3.3,  # 3.0 to 3.6
+    delta_states=2.4,  # assumed to be those of the CPU
+    chunk=(2**25, 256),
+    head_copies=4,
+    head_chunks=2,  # 4 to 10 copies of a chunk in all
+    dequantised=1,
     growing_layers=1.7,
     sampler_copies=3,
     runtime=512 * 2**20,
-    measured=False,
+    measured=True,
+    measured_delta=False,
 )
 _METAL = BackendConstants(
     fused_head_dim=0,
@@ -112,11 +117,12 @@ _METAL = BackendConstants(
     chunk=(2**22, 128),
     head_copies=6.5,
     head_chunks=2.3,
-    dense_heads=0,
+    dequantised=0,
     growing_layers=1.7,
     sampler_copies=3,
     runtime=128 * 2**20,
     measured=False,
+    measured_delta=False,
 )
 BACKENDS: dict[Backend, BackendConstants] = {"cpu": _CPU, "cuda": _CUDA, "metal": _METAL}
 

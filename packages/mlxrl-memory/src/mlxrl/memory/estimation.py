@@ -131,7 +131,10 @@ def _rollout_activations(model: ModelShape, run: RunShape) -> int:
     tokens = run.prompt_length if run.max_turns == 1 else max(run.prompt_length, run.width * run.max_observation_len)
     reading = min(tokens, PREFILL_CHUNK) * max(_kept_bytes(model, run, block) for block in model.blocks)
     factors = size * model.lora_parameters(run.lora_rank)
-    return factors + math.ceil(max(decoding, reading)) + _dora_layer(model, run)
+    unpacked = sum(model.unpacked_bytes) + model.unpacked_head_bytes
+    # those in flight, and the packed ones, are taken to be no more than a dense model
+    dense = constants.dequantised * min(unpacked, max(0, size * model.parameters - model.weight_bytes))
+    return factors + dense + math.ceil(max(decoding, reading)) + _dora_layer(model, run)
 
 
 def _kept_bytes(model: ModelShape, run: RunShape, block: Block) -> float:
@@ -168,12 +171,15 @@ def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
         working = constants.backward_blocks * max(every)
     forked = 2 * size * sum(block.kv_width for block in blocks)
     head = constants.head_copies * FLOAT32_BYTES * model.vocab_size * run.head_positions(model.vocab_size)
-    head += constants.dense_heads * model.unpacked_head_bytes
+    head += constants.dequantised * model.unpacked_head_bytes
 
     def bytes_of(reading: Reading) -> float:
         # the states of both passes exist at once where they are computed again
         at_once = reading.tokens if checkpointing and states else reading.at_once
-        return kept * reading.tokens + forked * reading.forked + max(head, (working + states) * at_once)
+        # the slopes of what rows took over wait for the pass over their beginnings, while all else is small
+        slopes = forked * reading.forked if checkpointing else 0
+        backward = slopes + (working + states) * at_once
+        return kept * reading.tokens + forked * reading.forked + max(head, backward)
 
     return math.ceil(max(map(bytes_of, run.readings))) + weights
 
@@ -189,6 +195,8 @@ def _extrapolated(model: ModelShape, run: RunShape) -> tuple[str, ...]:
     notes: list[str] = []
     if not run.constants.measured:
         notes.append(f"Activations are measured on other backends than {run.backend}.")
+    elif not run.constants.measured_delta and any(block.delta for block in model.blocks):
+        notes.append(f"Gated-delta layers are measured on other backends than {run.backend}.")
     if not model.known_family:
         notes.append(f"model_type {model.model_type!r} is unknown and counted as a Llama-like model.")
     if any(linear.experts > 1 for block in model.blocks for linear in block.linears):
