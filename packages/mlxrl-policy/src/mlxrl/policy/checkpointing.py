@@ -12,11 +12,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.policy.adapter_gradients import lean_adapters
-from mlxrl.policy.gated_delta import differentiable_gated_delta
 from mlxrl.policy.gradient_caches import GradientCache, map_arrays
 from mlxrl.policy.head import blocks_of
-from mlxrl.policy.swiglu_gradient import lean_swiglu
+from mlxrl.policy.under_gradient import under_gradient
 
 
 def checkpoint_blocks(model: nn.Module, *, enabled: bool = True) -> None:
@@ -56,7 +54,7 @@ def _recomputing(block_class: type) -> type:
                 twin: Any = None if cache is None else cache.holding(kept)
                 args = tuple(twin if value is cache else value for value in args)
                 kwargs = {name: twin if value is cache else value for name, value in kwargs.items()}
-                with replay, differentiable_gated_delta(), lean_adapters(self), lean_swiglu(self):
+                with replay, under_gradient(self):
                     output = block_class.__call__(self, *args, **kwargs)
                 # copies: of an array that is returned twice, MLX takes one gradient alone
                 return output, map_arrays(mx.contiguous, twin.arrays()) if fills else []

@@ -15,12 +15,10 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlxrl.policy.adapter_gradients import lean_adapters
 from mlxrl.policy.checkpointing import draws_dropout
-from mlxrl.policy.gated_delta import differentiable_gated_delta
 from mlxrl.policy.gradient_caches import gradient_caches, spread
 from mlxrl.policy.head import Trunk, split_head
-from mlxrl.policy.swiglu_gradient import lean_swiglu
+from mlxrl.policy.under_gradient import under_gradient
 
 # Two passes cost more than one of as many tokens: rows share where that leaves at most this part of them.
 WORTHWHILE = 0.8
@@ -99,7 +97,7 @@ def read(model: nn.Module, trunk: Trunk, rows: Rows, reading: Reading) -> tuple[
         padded[i, : len(row)] = row
     stems_N_P = mx.array(padded[reading.stems, :depth])
     places_R_W = np.array(reading.stem_of)[:, None] * depth + np.arange(width)
-    with differentiable_gated_delta(), lean_adapters(model), lean_swiglu(model):
+    with under_gradient(model):
         if not reading.tails:
             return trunk(stems_N_P).flatten(0, 1), places_R_W
         caches: Any = gradient_caches(model)
