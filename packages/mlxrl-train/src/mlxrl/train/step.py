@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlxrl.algo import TrajectoryAlgorithm
+from mlxrl.policy import on_cuda
 from mlxrl.rollout import Trajectory, derive_seed
 from mlxrl.train.algorithms import kl_in_reward
 from mlxrl.train.batch import TrainBatch, make_batch
@@ -45,7 +46,8 @@ def train_step(session: Session, step: int) -> Step:
         batch = _make_batch(session, groups.kept, step) if groups.kept else None
     with clock("update"):
         taken = [_update(session, part, step) for part in _optimizer_batches(session, batch, step)] or [skipped_step()]
-    mx.clear_cache()  # the next rollout has other shapes; what this step freed would only pile up
+    if not on_cuda():  # there it takes half a second, and the memory limit bounds the cache; see `planned_memory`
+        mx.clear_cache()  # the next rollout has other shapes; what this step freed would only pile up
 
     metrics = {
         "step": step + 1,
