@@ -1,6 +1,7 @@
 """What a step may return, and what is refused."""
 
 import math
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,13 @@ def test_a_four_tuple_ends_as_terminated():
 
 def test_a_gymnasium_five_tuple_keeps_its_two_ends_apart():
     assert as_step_result(("next", 0.0, False, True, None)) == StepResult("next", 0.0, False, True, {})
+
+
+@pytest.mark.parametrize(("terminated", "truncated"), [(True, False), (False, True), (True, True)])
+def test_nobody_reads_the_last_observation_so_it_may_be_none(terminated, truncated):
+    expected = StepResult("", 1.0, terminated, truncated, {})
+    assert as_step_result((None, 1.0, terminated, truncated, {})) == expected
+    assert as_step_result(StepResult(cast(Any, None), 1.0, terminated, truncated)) == expected
 
 
 def test_chat_messages_are_an_observation():
@@ -63,7 +71,7 @@ def test_normalising_twice_changes_nothing(observation, reward, terminated, trun
         (("next", None, True, {}), TypeError, "reward of step must be a number, got NoneType"),
         (("next", "1.0", True, {}), TypeError, "reward of step must be a number, got str '1.0'"),
         (
-            (None, 0.0, True, {}),
+            (None, 0.0, False, {}),
             TypeError,
             "observation of step: expected text or .* messages, got NoneType",
         ),

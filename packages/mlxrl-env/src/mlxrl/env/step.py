@@ -36,18 +36,22 @@ def as_step_result(value: object) -> StepResult:
             (observation, reward, terminated, truncated, info); an info of None is empty.
 
     Returns:
-        The checked StepResult, its reward a finite Python float.
+        The checked StepResult, its reward a finite Python float. An observation of None, which nobody reads after the
+        last action, is the empty text there.
 
     Raises:
         TypeError: value, or a part of it, has the wrong type.
         ValueError: the tuple has the wrong length, the reward is not finite, or the observation is an empty list.
     """
     observation, reward, terminated, truncated, info = _parts(value)
+    terminated, truncated = _flag("terminated", terminated), _flag("truncated", truncated)
+    if observation is None and (terminated or truncated):
+        observation = ""
     return StepResult(
         observation=_observation("step", observation),
         reward=_reward(reward),
-        terminated=_flag("terminated", terminated),
-        truncated=_flag("truncated", truncated),
+        terminated=terminated,
+        truncated=truncated,
         info=_info(info),
     )
 
