@@ -114,11 +114,11 @@ def test_an_episode_at_random_ends_and_the_seed_decides_it(name, tmp_path):
 
 
 def test_an_episode_by_hand_shows_states_rewards_and_what_was_invalid(tmp_path):
-    output = envs("key-door", "--task", "train-0", folder=tmp_path, said="left\n<action>left</action>\n")
-    # the task starts as the list of tasks says; a bare word is no action, and leaves the state as it was
+    output = envs("key-door", "--task", "train-0", folder=tmp_path, said="go left\n<action>left</action>\n")
+    # the task starts as the list of tasks says; a sentence is no action, and leaves the state as it was
     assert output.splitlines()[0] == "key-door, task train-0, seed 0, at most 10 turns"
     first, second = re.findall(r"^Room .*\n(turn .*)\n(> .*)\n(reward .*)$", output, re.MULTILINE)
-    assert first == ("turn 1, state 1", "> left", "reward 0, invalid action")
+    assert first == ("turn 1, state 1", "> go left", "reward 0, invalid action")
     assert second == ("turn 2, state 1 again", "> <action>left</action>", "reward 0")
     assert output.splitlines()[-2:] == ["turn 3, state 2", "left in turn 3; return 0"]
 

@@ -72,9 +72,18 @@ def test_names_may_be_put_apart_as_one_likes(between):
     assert env.step(text).reward == 1.0
 
 
-def test_a_turn_without_a_list_is_lost_and_asks_again():
+@pytest.mark.parametrize("text", ["{}", "**{}**.", "<action>{}.", '<action>"{}"</action>', "`{}`\n"])
+def test_a_list_may_stand_alone_or_dressed_up(text):
+    env, observation = started(max_turns=1)
+    assert env.step(text.format(", ".join(sorted(new_names(observation))))).reward == 1.0
+    env, observation = started(max_turns=1)
+    assert env.step(text.format('", "'.join(sorted(new_names(observation))))).reward == 1.0
+
+
+@pytest.mark.parametrize("text", ["Let me think.", "Sorted: Ada, Leo, Max", "Ada, Leo and Max", "<list>Ada</list>"])
+def test_a_turn_without_a_list_is_lost_and_asks_again(text):
     env, first = started()
-    lost = env.step("Let me think.")
+    lost = env.step(text)
     assert (lost.observation, lost.info) == (first, {"invalid_action": True})
     known = sorted(new_names(first))
     second = env.step(say(known))

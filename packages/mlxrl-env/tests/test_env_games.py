@@ -15,6 +15,7 @@ ACTIONS = {
     GuessNumberEnv: tuple(str(number) for number in range(1, 16)),
     RecurringStateTextEnv: ("left", "right"),
 }
+NUMBERS = "<action>NUMBER</action>: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15"
 
 
 def say(name):
@@ -22,6 +23,8 @@ def say(name):
 
 
 def started(game, start, **options):
+    if game is not RecurringStateTextEnv:
+        options = {"show_actions": False, **options}
     env = game(Task("", {"start": start}, "a"), **options)
     return env, env.reset()
 
@@ -92,11 +95,18 @@ def test_hints_narrow_the_range():
     assert (seen[3].terminated, seen[3].truncated) == (True, False)
 
 
-@pytest.mark.parametrize("guess", ["0", "16", "-3", "eight", "8.0", "", "\N{SUPERSCRIPT TWO}"])
+@pytest.mark.parametrize("guess", ["0", "16", "-3", "eight", "8.0", "8 or 9", "", "\N{SUPERSCRIPT TWO}"])
 def test_a_guess_that_is_no_number_in_the_whole_range_is_invalid(guess):
     env, _ = started(GuessNumberEnv, (11,))
-    result = env.step(say(guess))
-    assert (result.observation, result.info) == ("Invalid: 1-15", {"invalid_action": True})
+    for text in (say(guess), guess):
+        result = env.step(text)
+        assert (result.observation, result.info) == ("Invalid: 1-15", {"invalid_action": True})
+
+
+@pytest.mark.parametrize("text", ["8", " 8.", "`8`", "**8**!", "<action>8", "<action> 8. </action>"])
+def test_a_bare_number_is_a_guess(text):
+    env, _ = started(GuessNumberEnv, (11,))
+    assert env.step(text).observation == "Higher: 9-15"
 
 
 def test_the_state_of_a_guess_is_the_range_whatever_the_hint():
@@ -166,18 +176,40 @@ def test_every_observation_is_short(game):
         "<ACTION>Right</Action>",
         "I will go. <action>right</action>.",
         "<think>not <action>left</action></think><action>right</action>",
+        "<action>'Right'.</action>",
+        "<action>**right**!</action>",
+        "<action>`right`</action>",
+        "I will go. <action>right",  # cut off, or stopped there
+        "<action>left</action> or <action>right. ",
+        "right",
+        ' **"Right"**.\n',
     ],
 )
-def test_an_action_is_read_from_its_last_tag_whatever_stands_around_it(text):
+def test_an_action_is_read_from_its_last_tag_or_a_text_that_is_nothing_else(text):
     env, _ = started(KeyDoorEnv, (2, 1, 1))
     assert env.step(text).observation == "Room 3 key 1 door 1"
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "right", "<action>right", "<action></action>", "<action><b>right</b></action>", "<action>" + " " * 50_000],
+    [
+        "",
+        "go right",
+        "right right",
+        "right, then take",
+        ".right",
+        "r i g h t",
+        "<action>right\nThat is my move.",
+        "<action>go right</action>",
+        "right <action>jump</action>",
+        "<action></action>",
+        "<action><b>right</b></action>",
+        "<act>right</act>",
+        "<action>" + " " * 50_000,
+        "<action>" * 50_000,
+    ],
 )
-def test_a_text_without_a_whole_tag_is_an_invalid_action(text):
+def test_everything_else_is_an_invalid_action(text):
     env, first = started(KeyDoorEnv, (2, 1, 1))
     result = env.step(text)
     assert (result.observation, result.info) == (first, {"invalid_action": True})
@@ -232,6 +264,36 @@ def test_a_suite_starts_each_task_as_its_prompt_says_whatever_the_seed(name):
             env = suite.make(task, seed=7, group_index=2)
             assert isinstance(env, Environment)
             assert env.reset() == task.prompt
+            assert str(task.prompt).startswith("<action>")  # a model is told how to act
+
+
+@pytest.mark.parametrize(
+    ("game", "start", "first", "action", "second"),
+    [
+        (
+            KeyDoorEnv,
+            (3, 3, 4),
+            "<action>NAME</action>: left, right, take, open\nRoom 3 key 3 door 4",
+            "take",
+            "<action>NAME</action>: left, right, take, open\nRoom 3 key held door 4",
+        ),
+        (
+            GuessNumberEnv,
+            (11,),
+            f"{NUMBERS}\nStart: 1-15",
+            "8",
+            f"{NUMBERS}\nHigher: 9-15",
+        ),
+    ],
+)
+def test_every_observation_tells_the_form_and_the_actions_unless_told_otherwise(game, start, first, action, second):
+    env = game(Task("", {"start": start}, "a"))
+    assert env.reset() == first
+    assert env.step(say(action)).observation == second
+    bare, opening = started(game, start, show_actions=False)
+    assert opening == first.splitlines()[1]
+    assert bare.step(say(action)).observation == second.splitlines()[1]
+    assert bare.state_id(opening) == env.state_id(first).splitlines()[-1]
 
 
 @pytest.mark.parametrize(("name", "train", "held_out"), [("key-door", 48, 16), ("recurring-text", 9, 3)])

@@ -125,7 +125,12 @@ def test_every_shipped_environment_says_in_a_line_what_it_asks(name):
 
 
 def test_a_description_tells_options_with_their_defaults_and_those_that_must_be_given(own):
-    assert describe_env("key-door").defaults == {"seed": 0, "max_turns": 10, "invalid_penalty": 0.0}
+    assert describe_env("key-door").defaults == {
+        "seed": 0,
+        "max_turns": 10,
+        "invalid_penalty": 0.0,
+        "show_actions": True,
+    }
     assert describe_env(f"{own}:factory") == EnvDescription(
         name=f"{own}:factory", summary="Keys and doors.", required=(), defaults={"tasks": 100, "eval_tasks": 20}
     )
@@ -141,7 +146,7 @@ def test_a_description_tells_options_with_their_defaults_and_those_that_must_be_
         ("zzz", {}, r"unknown environment 'zzz' \(known: .*arithmetic, .*path/to/file.py:factory"),
         ("arithmetic", {"sed": 1}, r"unknown option of environment 'arithmetic': 'sed'; did you mean 'seed'\?"),
         ("jsonl", {}, "environment 'jsonl' needs the option 'path'"),
-        ("key-door", {"size": 3}, r"unknown option .*'size' \(known: invalid_penalty, max_turns, seed\)"),
+        ("key-door", {"size": 3}, r"unknown option .*'size' \(known: invalid_penalty, max_turns, seed, show_actions\)"),
         ("nowhere.py:factory", {}, "names the file .*nowhere.py, which does not exist; correct the path"),
         ("no_such_module:factory", {}, "names the module 'no_such_module', which cannot be imported; install it"),
         ("mlxrl.env.nothing:factory", {}, "names the module 'mlxrl.env.nothing', which cannot be imported"),

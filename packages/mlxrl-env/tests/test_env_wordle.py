@@ -59,8 +59,14 @@ def test_guesses_and_marks_are_shown_until_the_word_is_found():
 )
 def test_what_is_not_five_letters_is_invalid(guess):
     env, first = started("stone")
-    result = env.step(say(guess))
-    assert (result.observation, result.info) == (first, {"invalid_action": True})
+    for text in (say(guess), guess):
+        result = env.step(text)
+        assert (result.observation, result.info) == (first, {"invalid_action": True})
+
+
+@pytest.mark.parametrize("text", ["stone", " Stone.\n", "**STONE**", "<action>stone", "<action>'stone'.</action>"])
+def test_a_bare_word_is_a_guess(text):
+    assert started("stone")[0].step(text).terminated
 
 
 def test_a_state_is_what_is_known_in_whatever_order_and_however_often_it_was_asked():

@@ -6,7 +6,7 @@ import random
 import re
 from functools import partial
 
-from mlxrl.env.game import GameSuite
+from mlxrl.env.game import ACTION_TAG, GameSuite, read_action
 from mlxrl.env.levels import LevelGame, level_suite
 from mlxrl.env.options import check_whole
 
@@ -17,6 +17,7 @@ Karl Katya Klara Lara Leo Linus Lydia Magda Marta Max Milo Mina Nadia Nora Oscar
 Rosa Ruth Samuel Selma Sofia Stella Tara Theo Tilda Ursula Vera Viktor Wanda Willem Xenia Yara Yusuf Zelda Zoe
 """
 NAMES = tuple(_NAMES.split())
+_KNOWN = {name.lower() for name in NAMES}
 
 
 class AlphabetSortEnv(LevelGame):
@@ -59,9 +60,14 @@ class AlphabetSortEnv(LevelGame):
             return f"Sort by letter: {new}. <action>NAME, NAME</action>"
         return f"Merge in: {new}. <action>all names so far</action>"
 
+    def read(self, text: str) -> str:
+        """The list in the model's text; without a tag, only where there is nothing but names."""
+        said = read_action(text)
+        return said if ACTION_TAG.search(text) or _KNOWN.issuperset(_words(said)) else ""
+
     def play(self, action: str) -> float | None:
         """Compares a list with the right one, place by place, and gives out the next names."""
-        listed = [name for name in re.split(r"[,;\s]+", action) if name]
+        listed = _words(action)
         if not listed:
             return None
         right = sorted(name.lower() for name in self.names[: self.given])
@@ -69,6 +75,10 @@ class AlphabetSortEnv(LevelGame):
         self.ended = self.given == len(self.names)
         self.given += self.count
         return hits / max(len(listed), len(right)) / self.max_turns
+
+
+def _words(text: str) -> list[str]:
+    return [name for name in re.split(r"[,;\s\"'`*]+", text) if name]
 
 
 def alphabet_sort_suite(

@@ -15,13 +15,21 @@ from mlxrl.env.task import Message, Task
 Start = tuple[int, ...]
 """The numbers that fix how an episode starts."""
 
-_ACTION = re.compile(r"<action>([^<>]*)</action>", re.IGNORECASE)
+ACTION_TAG = re.compile(r"<action>([^<>]*)(?:</action>|\Z)", re.IGNORECASE)
+"""What stands inside <action>...</action>; the end of the text closes it too."""
+
+_AROUND = " \t\r\n\"'`*"  # an action: blanks, quotes, and what Markdown puts there
 
 
 def read_action(text: str) -> str:
-    """The name inside the last <action>...</action> of a text, in small letters; empty where there is none."""
-    names = _ACTION.findall(text)
-    return names[-1].strip().lower() if names else ""
+    """What the last tag of a text holds, or without a tag the text itself, to be nothing but an action.
+
+    It comes in small letters, without the blanks, quotes, backticks, asterisks, full stops and exclamation marks that
+    may stand around it.
+    """
+    tagged = ACTION_TAG.findall(text)
+    said: str = tagged[-1] if tagged else text
+    return said.strip(_AROUND).rstrip(_AROUND + ".!").lower()
 
 
 class TextGame(ABC):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 from mlxrl.env.game import GameSuite, TextGame
+from mlxrl.env.options import check_flag
 from mlxrl.env.task import Message
 
 GREATEST = 15
@@ -16,17 +17,33 @@ GREATEST = 15
 class GuessNumberEnv(TextGame):
     """Guesses a secret number from 1 to 15; halving the range finds each within four guesses.
 
-    The first observation is "Start: 1-15"; the next tell the hint and the range that is left, as in "Higher: 9-15";
-    the action is <action>8</action>. A guess outside 1 to 15 is invalid ("Invalid: 9-15"); one outside the range
-    that is left is only wasted. A start is (secret,), and a state is the range that is left.
+    The first observation is "Start: 1-15", below a line with the form of an action and the numbers; the next tell the
+    hint and the range that is left, as in "Higher: 9-15". A guess outside 1 to 15 is invalid ("Invalid: 9-15"); one
+    outside the range that is left is only wasted. A start is (secret,), and a state is the range that is left.
 
-    See `TextGame` for the arguments.
+    See `TextGame` for the other arguments.
+
+    Args:
+        show_actions: whether that line is shown; a model that knows the game does without.
+
+    Raises:
+        ValueError: an option is out of range.
     """
 
     starts = tuple((secret,) for secret in range(1, GREATEST + 1))
     won = "Correct."
 
-    def __init__(self, task: object = None, seed: int = 0, max_turns: int = 4, invalid_penalty: float = 0.0) -> None:
+    def __init__(
+        self,
+        task: object = None,
+        seed: int = 0,
+        max_turns: int = 4,
+        invalid_penalty: float = 0.0,
+        show_actions: bool = True,
+    ) -> None:
+        shown = check_flag("show_actions", show_actions)
+        numbers = ", ".join(str(number) for (number,) in self.starts)
+        self._form = f"<action>NUMBER</action>: {numbers}\n" if shown else ""
         super().__init__(task, seed, max_turns, invalid_penalty)
 
     def begin(self) -> None:
@@ -35,8 +52,8 @@ class GuessNumberEnv(TextGame):
         self.hint, self.least, self.greatest = "Start", 1, GREATEST
 
     def observe(self) -> str:
-        """The last hint and the range that is left."""
-        return f"{self.hint}: {self.least}-{self.greatest}"
+        """The form of an action, the numbers, the last hint and the range that is left."""
+        return f"{self._form}{self.hint}: {self.least}-{self.greatest}"
 
     def play(self, action: str) -> bool | None:
         """Compares the guess with the secret and narrows the range."""
@@ -55,10 +72,10 @@ class GuessNumberEnv(TextGame):
         return cast(str, observation).rpartition(": ")[2]
 
 
-def guess_number_suite(max_turns: int = 4, invalid_penalty: float = 0.0) -> GameSuite:
+def guess_number_suite(max_turns: int = 4, invalid_penalty: float = 0.0, show_actions: bool = True) -> GameSuite:
     """Find a number from 1 to 15 by guesses that are too low or too high.
 
     Each secret is once in both splits: a hidden secret that never occurs would be unfair to ask.
     """
-    game = partial(GuessNumberEnv, max_turns=max_turns, invalid_penalty=invalid_penalty)
+    game = partial(GuessNumberEnv, max_turns=max_turns, invalid_penalty=invalid_penalty, show_actions=show_actions)
     return GameSuite("guess-number", game, GuessNumberEnv.starts, GuessNumberEnv.starts)

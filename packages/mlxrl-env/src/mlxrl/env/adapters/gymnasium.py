@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from mlxrl.env.adapters.libraries import cannot_be_had, load_library
 from mlxrl.env.adapters.seeded import NumberedSuite, number_of
-from mlxrl.env.game import read_action
+from mlxrl.env.game import ACTION_TAG, read_action
 from mlxrl.env.options import check_real, check_whole
 from mlxrl.env.protocol import StepResult
 from mlxrl.env.task import Message
@@ -146,7 +146,7 @@ class GymnasiumEnv:
         return self._shown
 
     def _choice(self, text: str) -> Any:
-        said = read_action(text) or text.strip()
+        said = (ACTION_TAG.search(text) and read_action(text)) or text.strip()
         if not self._names:
             return said or None
         place = read_choice(said, self._names, self._first)
