@@ -6,11 +6,15 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
 import zlib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_folders: list[str] = []  # put on sys.path for users' code, the last one in front
 
 
 def unknown(what: str, name: str, known: Iterable[str], hint: str = "") -> ValueError:
@@ -33,8 +37,13 @@ def load_object(reference: str) -> Any:
         reference: "path/to/file.py:object", relative to the working directory, or "package.module:object".
             A file is loaded once, however many of its objects are asked for.
 
+    A file may import what lies beside it, and a module is looked for in the working directory first: the folder goes
+    to the front of sys.path and stays there, as for a script. Where two such folders have modules of the same name,
+    each file gets its own, provided that it imports it while it is loaded and not later.
+
     Raises:
-        ValueError: there is no such file, module or object. What the user's code raises itself passes through.
+        ValueError: there is no such file, module or object, or loading it ended in sys.exit. What else the user's code
+            raises itself passes through.
     """
     source, _, attribute = reference.rpartition(":")
     module = _load_file(reference, Path(source)) if source.endswith(".py") else _load_module(reference, source)
@@ -55,8 +64,10 @@ def _load_file(reference: str, path: Path) -> ModuleType:
         raise ValueError(f"{reference!r} names {path}, which Python cannot load; give a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
+    _put_in_front(path.parent)
     try:
-        spec.loader.exec_module(module)
+        with _told_exits(reference):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -64,8 +75,10 @@ def _load_file(reference: str, path: Path) -> ModuleType:
 
 
 def _load_module(reference: str, name: str) -> ModuleType:
+    _put_in_front(Path.cwd())
     try:
-        return importlib.import_module(name)
+        with _told_exits(reference):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there; something that it imports is not
@@ -73,3 +86,41 @@ def _load_module(reference: str, name: str) -> ModuleType:
             f"{reference!r} names the module {name!r}, which cannot be imported; "
             "install it, or give a file as path/to/file.py:object"
         ) from None
+
+
+@contextmanager
+def _told_exits(reference: str) -> Generator[None]:
+    """Has sys.exit end the loading, and not the program, which would end without a word."""
+    try:
+        yield
+    except SystemExit as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"{reference!r} cannot be loaded: {place.filename}, line {place.lineno}, ended it by "
+            f"sys.exit({error.code!r}); put what only a script does under if __name__ == '__main__'"
+        ) from error
+
+
+def _put_in_front(folder: Path) -> None:
+    """Makes what lies in a folder importable, also where another of users' folders has lent its names already."""
+    place = str(folder)
+    if place in _folders:
+        _folders.remove(place)
+        sys.path[:] = [other for other in sys.path if other != place]
+    if place not in sys.path:
+        _folders.insert(0, place)
+        sys.path.insert(0, place)
+    for entry in folder.iterdir():
+        name = entry.stem if entry.suffix == ".py" else entry.name
+        if _home(sys.modules.get(name)) in set(_folders) - {place}:
+            for loaded in [loaded for loaded in sys.modules if loaded == name or loaded.startswith(f"{name}.")]:
+                del sys.modules[loaded]
+
+
+def _home(module: ModuleType | None) -> str | None:
+    """The folder that a module or package of its own file lies in."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return None
+    path = Path(file)
+    return str(path.parent.parent if path.name == "__init__.py" else path.parent)
