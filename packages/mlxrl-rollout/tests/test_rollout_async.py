@@ -2,6 +2,7 @@
 
 import _thread
 import asyncio
+import re
 import threading
 import time
 
@@ -110,7 +111,7 @@ def test_an_async_environment_that_raises_fails_its_row_alone_and_its_loop_is_cl
     clerks = [kind(), Clerk()]
     failed, good = play(lend, clerks)
     assert (failed.stop_reason, good.stop_reason) == (StopReason.env_error, StopReason.env_done)
-    assert failed.error == f"{words} raised KeyError: 'boom'"
+    assert str(failed.error).startswith(f"{words} raised KeyError: 'boom' (test_rollout_async.py, line")
     for clerk in clerks:
         assert_closed(clerk)
 
@@ -205,23 +206,51 @@ def test_ctrl_c_while_an_environment_hangs_closes_the_others_and_that_one_when_i
     assert_closed(clerks[1])
 
 
-def test_an_environment_that_cannot_close_fails_its_row_unless_something_else_failed_it(lend):
+def test_an_environment_that_cannot_close_is_told_and_its_episode_stands(lend):
     class Sticks(Clerk):
         def close(self):
             raise OSError("the door is stuck")
+
+    class Hangs(Clerk):
+        def close(self):
+            threading.Event().wait()
 
     class Breaks(Sticks):
         async def step(self, action):
             self._note()
             raise KeyError("boom")
 
-    clerks = [Sticks(), Breaks(), Clerk()]
-    stuck, broken, good = play(lend, clerks)
-    assert stuck.error == "close of the environment raised OSError: the door is stuck"
-    assert broken.error == "step of the environment raised KeyError: 'boom'"
-    assert good.stop_reason == StopReason.env_done
-    for clerk in clerks:
+    clerks = [Sticks(), Breaks(), Clerk(), Hangs(), Hangs(max_turns=1)]
+    stuck, broken, good, *hung = play(lend, clerks, env_timeout=0.5)
+    sticks = r"close of the environment raised OSError: the door is stuck \(test_rollout_async.py, line \d+\)"
+    assert re.fullmatch(sticks, str(stuck.close_error))
+    assert re.fullmatch(sticks, str(broken.close_error))
+    assert str(broken.error).startswith("step of the environment raised KeyError: 'boom'")
+    assert (good.close_error, good.error) == (None, None)
+    assert [t.close_error for t in hung] == ["close of the environment took longer than 0.5 s"] * 2
+    assert [t.stop_reason for t in (stuck, good, hung[0])] == [StopReason.env_done] * 3
+    assert [t.error for t in (stuck, *hung)] == [None] * 3
+    for clerk in clerks[:3]:
         assert_closed(clerk)
+
+
+def test_an_environment_that_overruns_its_last_turn_is_not_closed_while_it_runs(lend):
+    woken, closed = threading.Event(), threading.Event()
+
+    class Oversleeps(Clerk):
+        async def step(self, action):
+            self._note()
+            assert not woken.wait(1)
+            woken.set()
+            return "x", 0.0, True, False, {}
+
+        def close(self):
+            assert woken.is_set()
+            closed.set()
+
+    (late,) = play(lend, [Oversleeps(max_turns=1)], env_timeout=0.2)
+    assert (late.stop_reason, late.close_error) == (StopReason.timeout, None)
+    assert closed.wait(10)
 
 
 class Calls(ToolMathEnv):

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -100,6 +101,13 @@ def speechless():
     raise SpeechlessError
 
 
+class Aloof:
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return boom()
+
+
 def cancelled():
     raise asyncio.CancelledError
 
@@ -119,6 +127,8 @@ BROKEN = {
     "state raises at once": (lambda: BreaksInState(0, boom), "state_id .* KeyError: 'boom'", 0),
     "state raises later": (lambda: BreaksInState(2, boom), "state_id .* KeyError: 'boom'", 2),
     "state is no key": (lambda: BreaksInState(1, returns([])), "state_id .* TypeError: .*unhashable", 1),
+    "state cannot be spelled": (lambda: BreaksInState(1, returns(10**6000)), "state_id .* ValueError: Exceeds", 1),
+    "state cannot be compared": (lambda: BreaksInState(0, Aloof), "state_id .* KeyError: 'boom' .test_rollout_f", 0),
     "step raises at once": (lambda: BreaksInStep(0, boom), "step .* KeyError: 'boom'", 1),
     "step raises midway": (lambda: BreaksInStep(1, boom), "step .* KeyError: 'boom'", 2),
     "step raises at last": (lambda: BreaksInStep(2, boom), "step .* KeyError: 'boom'", 3),
@@ -251,3 +261,61 @@ def test_a_message_that_the_template_cannot_place_fails_its_row(make):
     broken, whole = Engine(model, tokenizer, SAMPLING).rollout(group_requests(range(2), factory, group_size=1))
     assert "the observation of the environment raised ValueError: the chat template drops" in str(broken.error)
     assert not whole.failed
+
+
+def test_a_failure_names_the_users_own_line_and_not_the_librarys_where_it_ended(lend):
+    def parses(action):
+        return json.loads("{")
+
+    class Parses(Steady):
+        def step(self, action):
+            return parses(action)
+
+    (broken, *_) = rollout(lend, lambda *_: Parses())
+    line = parses.__code__.co_firstlineno + 1
+    assert str(broken.error).endswith(f" (test_rollout_failures.py, line {line})")
+    assert "JSONDecodeError" in str(broken.error)
+
+
+@pytest.mark.parametrize("options", [{}, {"env_timeout": None}, {"deterministic": False}])
+def test_an_environment_given_to_several_episodes_fails_them_all_and_no_other(lend, undisturbed, options):
+    model, tokenizer = lend("qwen3")
+    shared = Steady()
+
+    def factory(task, seed, member):
+        return shared if task == 1 else Steady()
+
+    engine = Engine(model, tokenizer, SAMPLING, width=3, **options)
+    trajectories = engine.rollout(group_requests(range(3), factory, group_size=2))
+    for one, other in zip(trajectories, undisturbed, strict=True):
+        if one.task == 1:
+            assert "make of the environment raised ValueError: the factory returned one env" in str(one.error)
+            assert one.stop_reason == StopReason.env_error
+        else:
+            assert not one.failed
+            np.testing.assert_array_equal(one.segments[0].token_ids, other.segments[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "terminated", "reason"),
+    [
+        (1, None, True, StopReason.stop),
+        (1, None, False, StopReason.max_turns),  # the environment is not done: its limit of turns ended it
+        (3, 1, False, StopReason.max_turns),
+        (3, 2, False, StopReason.max_turns),
+        (3, None, True, StopReason.env_done),
+    ],
+)
+def test_an_episode_says_what_ended_it_and_how_many_turns_it_could_have_had(lend, own, most, terminated, reason):
+    class Ends(Steady):
+        max_turns = own
+
+        def step(self, action):
+            return StepResult("x", 1.0, terminated=terminated)
+
+    model, tokenizer = lend("qwen3")
+    sampling = SamplingConfig(max_tokens=200, stop=tuple("abcdefghijklmnopqrstuvwxyz"))  # no action is cut
+    engine = Engine(model, tokenizer, sampling, max_turns=most)
+    (trajectory,) = engine.rollout(group_requests([0], lambda *_: Ends(), group_size=1))
+    assert not trajectory.truncated
+    assert (trajectory.stop_reason, trajectory.max_turns) == (reason, min(own, most or own))

@@ -273,11 +273,14 @@ def test_a_thread_that_was_given_up_takes_no_more_calls():
         used.append(threading.current_thread())
         return wait and go.wait()
 
-    calls = [stage.submit(0, partial(call, wait)) for wait in (True, False)]
+    calls = [stage.submit(owner, partial(call, owner == 0)) for owner in (0, 1, 0)]  # of two owners in one thread
     for ticket in calls:
         stage.await_answer(ticket)
     go.set()
     used[0].join(20)
     assert not used[0].is_alive()
+    assert len(used) == 2  # nothing more is asked of an owner whose call may still run
     assert used[1] is not used[0]
+    with pytest.raises(OverrunError):
+        calls[2].result()
     stage.close()

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxrl.env import Environment
 from mlxrl.policy import MergedPolicy, decoding, flatten_quantized_rows, on_cuda
 from mlxrl.rollout.audit import audit
 from mlxrl.rollout.chat import ChatEncoder
@@ -153,10 +154,11 @@ class Engine:
             policy_version: recorded in the trajectories.
 
         Returns:
-            A trajectory per request, in their order. An environment that raises or hangs costs its row only: see
-            `Trajectory.error`.
+            A trajectory per request, in their order. An environment that raises or hangs costs its row only, and one
+            that a factory gave to several episodes costs theirs: see `Trajectory.error`.
         """
-        episodes = [Episode(request, self.encoder, self.limits) for request in requests]
+        players: dict[int, tuple[Environment, Episode]] = {}
+        episodes = [Episode(request, self.encoder, self.limits, players) for request in requests]
         model = self._sampled_from()
         play = Play(model, episodes, self.room, deterministic=self.deterministic, env_timeout=self.env_timeout)
         self.stats = play.stats

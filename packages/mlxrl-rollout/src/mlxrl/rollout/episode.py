@@ -1,8 +1,11 @@
 """One episode on the host: the tokens so far, and the environment it is played in."""
 
+import sysconfig
+import traceback
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +21,12 @@ Context = Literal["transcript", "turn"]
 FLOOD = 16
 # Characters of an environment's error that the record keeps.
 MOST_SAID = 500
+# Where code lies that is not the user's own.
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+SHARED = (
+    "the factory returned one environment for several episodes, which would play in one another's; "
+    "return a new one for each call"
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ class SegmentBuilder:
 
 
 class EnvironmentFailedError(Exception):
-    """User code raised, or returned what it must not; the message says where and what.
+    """User code raised, or returned what it must not; the message says where and what, and names the user's line.
 
     `result` is what the step gave before that, if anything.
     """
@@ -107,17 +116,34 @@ class EnvironmentFailedError(Exception):
     result: StepResult | None = None
 
     def __init__(self, where: str, error: BaseException):
-        super().__init__(f"{where} of the environment raised {type(error).__name__}: {_said(error)}")
+        told = f"{where} of the environment raised {type(error).__name__}: {_said(error)}"
+        super().__init__(told + _place(error.__traceback__))
 
 
 class Episode:
     """Plays one request: `consult` asks the environment, `receive` takes its reply, `push` the model's tokens.
 
     User code runs in `consult` and `close` alone, so that it may run in another thread, raise or hang.
+
+    Args:
+        request: what to play.
+        encoder: of the model's tokenizer.
+        limits: what it keeps to.
+        players: who plays in an environment, by its id; the same for all episodes of a rollout.
     """
 
-    def __init__(self, request: RolloutRequest, encoder: ChatEncoder, limits: EpisodeLimits):
+    def __init__(
+        self,
+        request: RolloutRequest,
+        encoder: ChatEncoder,
+        limits: EpisodeLimits,
+        players: "dict[int, tuple[Environment, Episode]] | None" = None,
+    ):
         self.request, self.encoder, self.limits = request, encoder, limits
+        self.close_error: str | None = None
+        """What went wrong when the environment was closed."""
+        self._players = {} if players is None else players
+        self._shares_environment = False
         self.sampling = request.sampling or limits.sampling
         self.max_draws = 0
         """Most tokens of this turn's action."""
@@ -172,15 +198,20 @@ class Episode:
         Raises:
             EnvironmentFailedError: it raised, or returned what it must not.
         """
+        if self._environment is None:
+            self._environment = environment = _asked("make", self._make)
+            observation = _asked("reset", environment.reset)
+            return Reply(observation, _asked("state_id", lambda: _state_id(environment, observation)))
+        environment = self._environment
+        result = _asked("step", lambda: _own_copy(environment.step(self._action_text)))
+        if self._is_over(result):
+            return Reply(result.observation, None, result)
         try:
-            reply = self._ask()
-        except EnvironmentFailedError:
-            with suppress(EnvironmentFailedError):  # what went wrong first is told
-                self.close()
+            state_id = _asked("state_id", lambda: _state_id(environment, result.observation))
+        except EnvironmentFailedError as fault:
+            fault.result = result
             raise
-        if reply.result is not None and self._is_over(reply.result):
-            self.close()
-        return reply
+        return Reply(result.observation, state_id, result)
 
     def close(self) -> None:
         """Close the environment, if one was made; twice is once. Not while `consult` runs.
@@ -227,6 +258,8 @@ class Episode:
     def trajectory(self, policy_version: int) -> Trajectory:
         """The record of the finished episode."""
         assert self._stop_reason is not None
+        if self._shares_environment:
+            self._fail(StopReason.env_error, str(EnvironmentFailedError("make", ValueError(SHARED))))
         segments = [*self._segments, self._segment.build()] if self._segment.token_ids else self._segments
         return Trajectory(
             task=self.request.task,
@@ -236,27 +269,17 @@ class Episode:
             turns=tuple(self._turns),
             stop_reason=self._stop_reason,
             policy_version=policy_version,
+            max_turns=self._max_turns,
             error=self._error,
+            close_error=self.close_error,
         )
-
-    def _ask(self) -> Reply:
-        if self._environment is None:
-            self._environment = environment = _asked("make", self._make)
-            observation = _asked("reset", environment.reset)
-            return Reply(observation, _asked("state_id", lambda: environment.state_id(observation)))
-        environment = self._environment
-        result = _asked("step", lambda: _own_copy(environment.step(self._action_text)))
-        if self._is_over(result):
-            return Reply(result.observation, None, result)
-        try:
-            state_id = _asked("state_id", lambda: environment.state_id(result.observation))
-        except EnvironmentFailedError as fault:
-            fault.result = result
-            raise
-        return Reply(result.observation, state_id, result)
 
     def _make(self) -> SyncEnv:
         environment = self.request.make()
+        _, player = self._players.setdefault(id(environment), (environment, self))
+        if player is not self:
+            player._shares_environment = self._shares_environment = True
+            raise ValueError(SHARED)
         most = environment.max_turns
         if isinstance(most, bool) or not hasattr(most, "__index__") or most < 1:
             raise ValueError(f"max_turns must be a whole number of at least 1, got {most!r}")
@@ -342,11 +365,11 @@ class Episode:
         return result.terminated or result.truncated or self.on_last_turn
 
     def _why_over(self, result: StepResult) -> StopReason:
-        if self._max_turns == 1:
-            if not self._action_cut:
-                return StopReason.stop
+        if self._max_turns == 1 and self._action_cut:
             return StopReason.length if self.max_draws == self.sampling.max_tokens else StopReason.context
-        return StopReason.env_done if result.terminated else StopReason.max_turns
+        if not result.terminated:
+            return StopReason.max_turns
+        return StopReason.stop if self._max_turns == 1 else StopReason.env_done
 
     def _fail(self, reason: StopReason, error: str) -> None:
         self._stop_reason, self._error = reason, error
@@ -359,6 +382,25 @@ def _asked(where: str, call: Callable[[], Any]) -> Any:
         raise
     except BaseException as error:  # user code may raise anything: the row fails, the run goes on
         raise EnvironmentFailedError(where, error) from error
+
+
+def _state_id(environment: SyncEnv, observation: str | Sequence[Message]) -> Hashable:
+    """The name of a state; one that cannot be compared or spelled, as algorithms and records do, raises here."""
+    state_id = environment.state_id(observation)
+    if state_id is not None and f"{state_id!r} {state_id!s}" and not state_id == state_id:
+        raise ValueError("a state_id must be equal to itself")
+    return state_id
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of the user's own code, or else of a library; nothing where only mlxrl's was running."""
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(trace)
+        if not str(frame.f_globals.get("__name__")).startswith("mlxrl.")
+    ]
+    own = [(file, line) for file, line in lines if not file.startswith((*LIBRARIES, "<"))]
+    return "".join(f" ({Path(file).name}, line {line})" for file, line in (own or lines)[-1:])
 
 
 def _own_copy(result: StepResult) -> StepResult:

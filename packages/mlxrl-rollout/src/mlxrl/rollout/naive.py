@@ -55,7 +55,10 @@ def _play(model: nn.Module, episode: Episode) -> Trajectory:
             ended = episode.push(token, logprob)
         episode.end_action()
         _ask(episode)
-    episode.close()
+    try:
+        episode.close()
+    except EnvironmentFailedError as fault:
+        episode.close_error = str(fault)
     return episode.trajectory(policy_version=0)
 
 

@@ -133,6 +133,7 @@ class Play:
         self._is_full = False  # those who wait do not fit before a row has ended
         self._parked: list[_Parked] = []
         self._last_words: list[tuple[Episode, Ticket]] = []
+        self._closings: dict[int, Ticket] = {}
         self._readers: Counter[tuple[int, ...]] = Counter()
         self._prompts: dict[tuple[int, ...], tuple[Prefilled, int]] = {}
 
@@ -151,6 +152,8 @@ class Play:
                     self._read(self._unread.popleft())
             for episode, ticket in self._last_words:
                 self._hear(episode, ticket)
+            for owner, ticket in self._closings.items():
+                self._see_closed(self.episodes[owner], ticket)
         except BaseException:
             self._stage.break_off([episode.close for episode in self.episodes])
             raise
@@ -183,19 +186,40 @@ class Play:
     def _consult(self, episode: Episode) -> Ticket:
         return self._stage.submit(self._owners[id(episode)], episode.consult, too_late=episode.close)
 
+    def _close(self, episode: Episode) -> None:
+        """Have the environment closed after what it is asked now; a call of its own, which may hang by itself."""
+        owner = self._owners[id(episode)]
+        if owner not in self._closings:
+            self._closings[owner] = self._stage.submit(owner, episode.close)
+
     def _hear(self, episode: Episode, ticket: Ticket) -> None:
+        self._await(ticket)
+        try:
+            episode.receive(ticket.result())
+        except EnvironmentFailedError as fault:
+            episode.receive(fault)
+        except OverrunError:  # closed once the call returns, if ever
+            assert self._stage.timeout is not None
+            episode.time_out(self._stage.timeout)
+            self._closings.pop(self._owners[id(episode)], None)
+            return
+        if episode.finished:
+            self._close(episode)
+
+    def _see_closed(self, episode: Episode, ticket: Ticket) -> None:
+        self._await(ticket)
+        try:
+            ticket.result()
+        except EnvironmentFailedError as fault:
+            episode.close_error = str(fault)
+        except OverrunError:
+            assert self._stage.timeout is not None
+            episode.close_error = f"close of the environment took longer than {self._stage.timeout:g} s"
+
+    def _await(self, ticket: Ticket) -> None:
         begin = time.perf_counter()
         self._stage.await_answer(ticket)
         self.stats.environment_seconds += time.perf_counter() - begin
-        try:
-            episode.receive(ticket.result())
-            if episode.finished:  # by the environment, which is closed already, or because nothing more fits
-                self._stage.submit(self._owners[id(episode)], episode.close)
-        except EnvironmentFailedError as fault:
-            episode.receive(fault)
-        except OverrunError:
-            assert self._stage.timeout is not None
-            episode.time_out(self._stage.timeout)
 
     def _queue(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
         """Have rows read from their start when there is room, ahead of the others or behind them."""
@@ -220,6 +244,7 @@ class Play:
             ticket = self._consult(row.episode)
             if row.episode.on_last_turn:
                 self._last_words.append((row.episode, ticket))
+                self._close(row.episode)
             else:
                 going_on.append((row, ticket))
         if going_on:

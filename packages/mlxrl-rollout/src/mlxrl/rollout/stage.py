@@ -126,7 +126,7 @@ class Stage:
                 continue
             if time.monotonic() - ticket.started > self.timeout and ticket.overrun():
                 self._given_up.add(ticket.owner)
-                self._threads[place] = thread.relieved()
+                self._threads[place] = thread.relieved(ticket.owner)
 
     def break_off(self, farewells: Sequence[Callable[[], Any]]) -> None:
         """Drop the calls that have not begun, and give each owner a last one, which is waited for a little.
@@ -154,11 +154,14 @@ class _Thread:
         self.current: Ticket | None = None
         threading.Thread(target=self._work, name="mlxrl-environment", daemon=True).start()
 
-    def relieved(self) -> "_Thread":
-        """Another thread with the tickets that wait here; this one takes no more of them."""
+    def relieved(self, owner: int) -> "_Thread":
+        """Another thread with the tickets that wait here, but for those of the owner who keeps this one."""
         other = _Thread(self._bell)
         for ticket in self.dismiss():
-            other.tickets.put(ticket)
+            if ticket is None or ticket.owner != owner:
+                other.tickets.put(ticket)
+            else:
+                ticket.overrun()
         return other
 
     def dismiss(self) -> list["Ticket | None"]:

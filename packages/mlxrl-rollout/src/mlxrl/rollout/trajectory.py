@@ -78,7 +78,9 @@ class Trajectory:
         turns: the turns in order.
         stop_reason: why the episode ended.
         policy_version: version of the weights that sampled it.
+        max_turns: most turns it could have had, by its environment's limit or the engine's.
         error: why the episode failed; None when it did not. A failed trajectory is out of loss and baseline.
+        close_error: what went wrong when its environment was closed; the episode stands.
         reward: total reward, environment and reward functions together; None before scoring or when all abstain.
         reward_parts: the same by name.
     """
@@ -90,7 +92,9 @@ class Trajectory:
     turns: tuple[Turn, ...]
     stop_reason: StopReason
     policy_version: int = 0
+    max_turns: int = 1
     error: str | None = None
+    close_error: str | None = None
     reward: float | None = None
     reward_parts: Mapping[str, float | None] = field(default_factory=dict)
 
