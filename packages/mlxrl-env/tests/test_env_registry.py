@@ -42,6 +42,27 @@ def needy(path, fast=True, **anything):
 def wrong():
     return 3
 
+def lone(task):
+    return KeyDoorEnv(task)
+
+def one_more(task, seed, group_index, level):
+    return KeyDoorEnv(task, seed)
+
+def keywords_only(task, *, seed, group_index):
+    return KeyDoorEnv(task, seed)
+
+def no_task(seed, group_index):
+    return KeyDoorEnv(0, seed)
+
+def three(path, level, size):
+    return ArithmeticSuite(size=size)
+
+class Three(ArithmeticSuite):
+    """Sums of three options."""
+
+    def __init__(self, path, level, size):
+        super().__init__(size=size)
+
 number = 3
 '''
 
@@ -87,6 +108,12 @@ def test_a_factory_in_a_file_gets_whole_numbers_as_tasks(own, attribute):
 
 def test_a_builder_in_a_file_gets_the_options(own):
     assert len(make_env(f"{own}:builder", count=7).tasks("train")) == 7
+
+
+@pytest.mark.parametrize("attribute", ["three", "Three"])
+def test_a_builder_may_need_three_options(own, attribute):
+    assert len(make_env(f"{own}:{attribute}", path="a", level=2, size=3).tasks("train")) == 3
+    assert describe_env(f"{own}:Three").required == ("path", "level", "size")
 
 
 def test_a_module_on_the_path_is_a_place_for_a_builder():
@@ -166,7 +193,23 @@ def test_an_unknown_name_or_option_is_refused_with_the_alternatives(name, option
         ("factory", {"tasks": 0}, ValueError, "tasks must be a whole number of at least 1, got 0"),
         ("builder", {"cout": 3}, ValueError, r"'cout'; did you mean 'count'\?"),
         ("needy", {}, ValueError, "needs the option 'path'"),
-        ("wrong", {}, TypeError, "must build a suite .* got int"),
+        ("wrong", {}, TypeError, r"must build a suite .* got int; .* takes \(task, seed, group_index\), got \(\)"),
+        ("lone", {}, TypeError, r"takes \(task, seed, group_index\), got \(task\); take those three"),
+        ("one_more", {}, TypeError, r"takes \(task, seed, group_index\), got \(task, seed, group_index, level\); take"),
+        ("keywords_only", {}, TypeError, r"takes \(task, seed, group_index\), got \(task, seed, group_index\)"),
+        (
+            "no_task",
+            {},
+            ValueError,
+            r"needs the option 'seed'; .* factory takes \(task, seed, group_index\), got \(seed, group_index\)",
+        ),
+        (
+            "Three",
+            {},
+            ValueError,
+            r"needs the option 'path'; .* \(task, seed, group_index\), got \(path, level, size\)",
+        ),
+        ("three", {"size": 3}, ValueError, "needs the option 'path'"),
         ("number", {}, TypeError, "must be a function or a class, got int"),
     ],
 )

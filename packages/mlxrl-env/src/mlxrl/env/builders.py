@@ -10,7 +10,13 @@ from mlxrl.env.names import unknown
 
 
 def checked_options(
-    what: str, builder: Callable[..., Any], options: dict[str, Any], *, where: str, given: Sequence[str] = ()
+    what: str,
+    builder: Callable[..., Any],
+    options: dict[str, Any],
+    *,
+    where: str,
+    given: Sequence[str] = (),
+    hint: str = "",
 ) -> dict[str, Any]:
     """The options, if a builder takes each of them and needs no other.
 
@@ -20,6 +26,7 @@ def checked_options(
         options: the options.
         where: where options are set, for messages: "[environment]".
         given: parameters of the builder that are no options.
+        hint: what else to say where an option is missing.
 
     Raises:
         ValueError: an option is unknown, or one is missing.
@@ -32,5 +39,5 @@ def checked_options(
             raise unknown(f"option of {what}:", option, named)
     for key, parameter in named.items():
         if parameter.default is parameter.empty and key not in options:
-            raise ValueError(f"{what} needs the option {key!r}; set it under {where}")
+            raise ValueError(f"{what} needs the option {key!r}; set it under {where}{hint}")
     return options

@@ -41,6 +41,8 @@ _BUILDERS: dict[str, SuiteBuilder | EnvFactory] = {
     "wordle": wordle_suite,
 }
 
+_FACTORY = "an environment factory takes (task, seed, group_index)"
+
 
 class FactorySuite:
     """The suite of a bare EnvFactory: its tasks are whole numbers, which the factory makes of what it likes.
@@ -110,13 +112,14 @@ def make_env(name: str, **options: Any) -> Suite:
         TypeError: what the name refers to is no environment.
     """
     builder = _builder(name)
-    if _is_factory(builder):
+    if _is_factory(builder, options):
+        _check_factory(name, builder)
         return FactorySuite(name, builder, **_checked(name, FactorySuite, options, "name", "factory"))
     suite = builder(**_checked(name, builder, options))
     if not isinstance(suite, Suite):
         raise TypeError(
             f"environment {name!r} must build a suite (name, rewards, tasks, make), got {type(suite).__name__}; "
-            "an environment factory takes (task, seed, group_index)"
+            f"{_FACTORY}, got ({', '.join(inspect.signature(builder).parameters)})"
         )
     return suite
 
@@ -183,16 +186,36 @@ def _spelled(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def _is_factory(builder: Callable[..., Any]) -> bool:
-    """Whether a callable takes (task, seed, group_index): three required arguments, or a first one named task."""
+def _is_factory(builder: Callable[..., Any], options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a callable is to take (task, seed, group_index): the first is named task, or three are required.
+
+    The three required arguments of a suite, or those that options name, are options.
+    """
     parameters = [
         p
         for p in inspect.signature(builder).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     required = [p for p in parameters if p.default is p.empty]
-    return len(required) == 3 or bool(parameters and parameters[0].name == "task")
+    if parameters and parameters[0].name == "task":
+        return True
+    is_suite = hasattr(builder, "tasks") and hasattr(builder, "make")
+    return len(required) == 3 and not is_suite and not any(p.name in (options or {}) for p in required)
+
+
+def _check_factory(name: str, factory: Callable[..., Any]) -> None:
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(0, 0, 0)
+    except TypeError:
+        raise TypeError(
+            f"environment {name!r}: {_FACTORY}, got ({', '.join(signature.parameters)}); "
+            "take those three, and give a default to anything else"
+        ) from None
 
 
 def _checked(name: str, builder: Callable[..., Any], options: dict[str, Any], *given: str) -> dict[str, Any]:
-    return checked_options(f"environment {name!r}", builder, options, where="[environment]", given=given)
+    own = is_reference(name) and library_builder(name) is None
+    hint = f"; or, if it is to make environments: {_FACTORY}, got ({', '.join(inspect.signature(builder).parameters)})"
+    what = f"environment {name!r}"
+    return checked_options(what, builder, options, where="[environment]", given=given, hint=hint if own else "")
