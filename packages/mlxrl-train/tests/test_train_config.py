@@ -410,14 +410,33 @@ def test_data_that_cannot_be_rewarded_or_evaluated_is_refused_before_the_model(v
 def test_an_environment_that_breaks_when_made_or_lacks_a_part_is_named(rooms, tmp_path):
     (tmp_path / "bad.py").write_text(
         "def raises(task, seed, index):\n    raise KeyError('lamp')\n\n\n"
-        "def lacks(task, seed, index):\n    return object()\n"
+        "def lacks(task, seed, index):\n    return object()\n\n\n"
+        "def leaves(task, seed, index):\n    raise SystemExit(3)\n\n\n"
+        "class Turns:\n    def __init__(self, turns):\n        self.turns = turns\n\n"
+        "    @property\n    def max_turns(self):\n        return self.turns or 1 // 0\n\n"
+        "    reset = step = state_id = max\n\n\n"
+        "def flag(task, seed, index):\n    return Turns(True)\n\n\n"
+        "def half(task, seed, index):\n    return Turns(2.5)\n\n\n"
+        "def divides(task, seed, index):\n    return Turns(0)\n\n\n"
+        "def whole(task, seed, index):\n    import numpy\n    return Turns(numpy.int64(3))\n"
     )
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     for name, message in (
         ("raises", f"cannot be made: KeyError in {tmp_path / 'bad.py'}, line 2: 'lamp'"),
         ("lacks", "made a object; an environment has max_turns, reset, step and state_id."),
+        ("leaves", f"cannot be made: SystemExit in {tmp_path / 'bad.py'}, line 10: 3"),
+        ("flag", "an environment with max_turns = True; it must be a whole number of at least 1."),
+        ("half", "an environment with max_turns = 2.5; it must be a whole number of at least 1."),
+        ("divides", f"cannot be made: ZeroDivisionError in {tmp_path / 'bad.py'}, line 19: "),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             open_session(make_config(rooms(env_name=f"{tmp_path / 'bad.py'}:{name}")))
+    session = open_session(make_config(rooms(env_name=f"{tmp_path / 'bad.py'}:whole")))
+    assert (session.curriculum.max_turns, type(session.curriculum.max_turns)) == (3, int)
+    message = re.escape(f"cannot be loaded: {tmp_path / 'exits.py'}, line 2, ended it by sys.exit(0)")
+    for fields in ({"env_name": f"{tmp_path / 'exits.py'}:f"}, {"rewards": [{"name": f"{tmp_path / 'exits.py'}:f"}]}):
+        with pytest.raises(ConfigError, match=message):
+            open_session(make_config(rooms(**fields)))
 
 
 def test_a_model_that_does_not_fit_the_config_is_refused(values, tmp_path):

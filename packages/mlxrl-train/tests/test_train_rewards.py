@@ -42,7 +42,7 @@ def test_each_function_is_called_once_with_the_sound_trajectories_alone(three):
     scored = score_rewards(three, [NamedReward("f", 0.5, function)])
     (call,) = function.calls
     assert call["trajectories"] == [three[0], three[2]]
-    assert call["prompts"] == ["prompt", "prompt"]
+    assert call["prompts"] == ["room 0", "room 0"]  # what the model first read, whatever the task says
     assert call["completions"] == ["text", "text\ntext"]  # a line a turn
     assert [len(ids) for ids in call["completion_ids"]] == [2, 3]
     assert [(t.reward, dict(t.reward_parts)) for t in scored] == [(0.5, {"f": 1.0}), (None, {}), (1.0, {"f": 2.0})]

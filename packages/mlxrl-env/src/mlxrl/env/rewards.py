@@ -23,10 +23,10 @@ from mlxrl.env.rewards_text import contains_reward, regex_reward
 RewardFunction = Callable[..., Any]
 """function(prompts=, completions=, completion_ids=, trajectories=, **columns): scores a batch at once.
 
-Every argument holds one value for each row: `prompts` text or chat messages, `completions` the text that the model
-answered with, `completion_ids` its token ids, `trajectories` the whole record with its `stop_reason` (None where
-there is none), and each further keyword a column of the dataset. A function takes by name what it needs and leaves the
-rest to **columns.
+Every argument holds one value for each row: `prompts` what the model first read, text or chat messages, `completions`
+the text that it answered with, `completion_ids` its token ids, `trajectories` the whole record with its `stop_reason`
+(None where there is none), and each further keyword a column of the dataset. A function takes by name what it needs
+and leaves the rest to **columns.
 
 It returns a list of one reward for each row, or an awaitable of such a list: a finite number, None to abstain, or an
 exception, which it does not raise, for a row that it could not score. Two attributes are read where a function has

@@ -153,12 +153,19 @@ def _arguments(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     names = dict.fromkeys(name for task in tasks if isinstance(task, Task) for name in task.columns)
     columns = {name: [task.columns.get(name) if isinstance(task, Task) else None for task in tasks] for name in names}
     return {
-        "prompts": [task.prompt if isinstance(task, Task) else task for task in tasks],
+        "prompts": [_prompt(trajectory) for trajectory in trajectories],
         "completions": [trajectory.completion for trajectory in trajectories],
         "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
         "trajectories": list(trajectories),
         **columns,
     }
+
+
+def _prompt(trajectory: Trajectory) -> Any:
+    """What the model first read; a task of an environment may be but a number."""
+    if trajectory.turns:
+        return trajectory.turns[0].observation
+    return trajectory.task.prompt if isinstance(trajectory.task, Task) else trajectory.task
 
 
 def _plain(answer: Any) -> Any:

@@ -1,5 +1,6 @@
 """What is learned: the environment of a config, its tasks and its rewards."""
 
+import operator
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
     try:
         suite = make_env(config.env_name, **options)
         train, held_out = list(suite.tasks("train")), list(suite.tasks("eval"))
-    except Exception as error:  # a user's module may raise anything when it is imported or built
+    except (Exception, SystemExit) as error:  # a user's module may raise anything when it is imported or built
         raise ConfigError(f"env_name = {config.env_name!r}: {_described(error)}") from error
     if not train:
         raise ConfigError(f"env_name = {config.env_name!r} has no tasks to train on.")
@@ -58,13 +59,8 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
             f"eval.tasks = {config.eval.tasks}, but env_name = {config.env_name!r} holds out no tasks; "
             "set eval.tasks = 0, or data.eval_path, data.eval_split or data.eval_fraction for data."
         )
-    environment = _first_environment(config, suite, train[0])
-    if not isinstance(environment.max_turns, int) or environment.max_turns < 1:
-        raise ConfigError(
-            f"env_name = {config.env_name!r} made an environment with max_turns = {environment.max_turns!r}; "
-            "it must be a whole number of at least 1."
-        )
-    max_turns = min(environment.max_turns, config.max_turns or environment.max_turns)
+    environment, most = _first_environment(config, suite, train[0])
+    max_turns = min(most, config.max_turns or most)
     longest, buffer = max_turns * config.max_completion_len, config.algorithm.overlong_buffer
     if buffer is not None and buffer > longest:
         raise ConfigError(
@@ -82,17 +78,25 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
     )
 
 
-def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> Environment:
+def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> tuple[Environment, int]:
+    """The environment of a task, and the most turns that it takes."""
     try:
         environment = suite.make(task, derive_seed(config.seed), 0)
-    except Exception as error:  # a user's factory may raise anything; it must not look like ours
+        fits = isinstance(environment, Environment)  # which asks for max_turns too
+        turns: Any = environment.max_turns if fits else None
+    except (Exception, SystemExit) as error:  # a user's factory may raise anything; it must not look like ours
         raise ConfigError(f"env_name = {config.env_name!r} cannot be made: {_described(error)}") from error
-    if not isinstance(environment, Environment):
+    if not fits:
         raise ConfigError(
             f"env_name = {config.env_name!r} made a {type(environment).__name__}; "
             "an environment has max_turns, reset, step and state_id."
         )
-    return environment
+    if isinstance(turns, bool) or not hasattr(turns, "__index__") or turns < 1:
+        raise ConfigError(
+            f"env_name = {config.env_name!r} made an environment with max_turns = {turns!r}; "
+            "it must be a whole number of at least 1."
+        )
+    return environment, operator.index(turns)
 
 
 def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[NamedReward, ...]:
@@ -135,7 +139,7 @@ def _check_columns(config: TrainConfig, reward: str, needed: Sequence[str], suit
             )
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """An error as one line; one that is not ours by its class and where it was raised."""
     text = " ".join(str(error).split())
     if isinstance(error, ValueError | TypeError) and not isinstance(error, UnicodeError):
