@@ -46,6 +46,26 @@ def test_a_file_without_answers_is_fine_under_the_default_name(tmp_path):
     assert task.columns == {"prompt": "Sing."}
 
 
+@pytest.mark.parametrize("blank", [{}, {"final": None}])
+@pytest.mark.parametrize(("column", "options"), [("answer", {}), ("final", {"answer_column": "final"})])
+def test_a_row_without_an_answer_is_a_task_that_nothing_is_known_of(tmp_path, blank, column, options):
+    path = write(tmp_path, {"prompt": "2+2?", column: "4"}, {"prompt": "Sing.", **blank})
+    first, second = make_env("dataset", path=path, **options).tasks("train")
+    assert (first.columns["answer"], second.columns["answer"]) == ("4", None)
+
+
+@pytest.mark.parametrize("cells", [("12", "7"), ('"[3, 1, 2]"', "[]"), ('"{""a"": 1}"', '"{""a"": 2}"')])
+def test_what_is_asked_and_answered_stays_text_in_csv(tmp_path, cells):
+    texts = [cell.strip('"').replace('""', '"') for cell in cells]
+    path = write(tmp_path, "ask,gold,n", *(f"{cell},{cell},{cell}" for cell in cells), name="t.csv")
+    named = {"path": path, "answer_column": "gold"}
+    asked = make_env("dataset", prompt_column="ask", **named).tasks("train")
+    assert [(task.prompt, task.columns["answer"], task.columns["gold"]) for task in asked] == [(t, t, t) for t in texts]
+    assert [task.columns["n"] for task in asked] == [json.loads(text) for text in texts]  # others as before
+    filled = make_env("dataset", prompt_template="Sort {ask}", **named).tasks("train")
+    assert [task.prompt for task in filled] == [f"Sort {text}" for text in texts]
+
+
 def test_columns_have_further_names_and_the_tables_own_of_that_name_gives_way(tmp_path):
     path = write(tmp_path, {"question": "2+2?", "gold": "4", "answer": "long", "level": None})
     columns = {"prompt": "question", "answer": "gold", "hardness": "level"}
@@ -121,9 +141,11 @@ def test_a_fraction_splits_distinct_prompts_and_loses_no_row(tmp_path_factory, p
     ("rows", "options", "words"),
     [
         ([{"question": "a", "n": 1}], {}, r"line 1 has no value in column 'prompt' \(its columns: question, n\)"),
-        ([{"prompt": "a"}], {"answer_column": "gold"}, r"line 1 has no value in column 'gold' \(its columns: prompt\)"),
-        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], {}, "line 2 has no value in column 'answer'"),
-        ([{"prompt": "a", "answer": None}], {}, "line 1 has no value in column 'answer'"),
+        (
+            [{"prompt": "a"}],
+            {"answer_column": "gold"},
+            r"no column 'gold' \(its columns: prompt\), which answer_column",
+        ),
         (
             [{"prompt": " "}],
             {},
@@ -146,7 +168,7 @@ def test_a_fraction_splits_distinct_prompts_and_loses_no_row(tmp_path_factory, p
             r"has no column 'clue' \(its columns: prompt\), which columns.hint",
         ),
         ([{"prompt": "a"}], {"columns": {"prompt": "ask"}}, "line 1 has no value in column 'ask'"),
-        ([{"prompt": "a"}], {"columns": {"answer": "gold"}}, "line 1 has no value in column 'gold'"),
+        ([{"prompt": "a"}], {"columns": {"answer": "gold"}}, r"no column 'gold' \(its columns: prompt\), which"),
         ([{"prompt": "a"}], {"columns": {"prompts": "prompt"}}, "columns.prompts is an argument of reward functions"),
         ([{"prompt": "a"}], {"columns": {"hint": 3}}, "columns.hint must be text, and not empty, got 3"),
         (

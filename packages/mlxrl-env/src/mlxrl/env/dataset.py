@@ -19,7 +19,8 @@ RESERVED = ("prompts", "completions", "completion_ids", "trajectories")  # argum
 class DatasetSuite:
     """Plain prompts read from a table: one row, one task; two equal rows are two tasks.
 
-    All columns pass through to the reward functions; a column that a row lacks is None there. The suite cannot know
+    All columns pass through to the reward functions; a column that a row lacks is None there. What is asked and the
+    answer stay text in a CSV file, whatever they look like. The suite cannot know
     how its answers are to be judged, so it has no default reward: name one or more in [[rewards]], since a run
     without any reward is refused.
 
@@ -72,10 +73,13 @@ class DatasetSuite:
         self._template = None if prompt_template is None else PromptTemplate(prompt_template)
         self._columns = _renamed(prompt_column, answer_column, columns or {}, asks=self._template is None)
         self._needed = {name for name, column in self._columns.items() if (name, column) != ("answer", "answer")}
-        tasks = self._read(read_table(check_text("path", path), format, split, subset))
+        asked = (self._columns["prompt"],) if self._template is None else self._template.columns
+        texts = {*asked, self._columns["answer"]}
+        tasks = self._read(read_table(check_text("path", path), format, split, subset, texts))
         if eval_path is not None or eval_split is not None:
             where = path if eval_path is None else check_text("eval_path", eval_path)
-            held_out = self._read(read_table(where, format, eval_split, subset if eval_path is None else None))
+            part = subset if eval_path is None else None
+            held_out = self._read(read_table(where, format, eval_split, part, texts))
             self._tasks = {"train": tasks, "eval": held_out}
         else:
             kept = _held_out_prompts(tasks, fraction, rng)
@@ -101,22 +105,22 @@ class DatasetSuite:
                     f"{table.source} has a column {column!r}, which is an argument of reward functions; rename it"
                 )
         named = {name: column for name, column in self._columns.items() if column in present or name in self._needed}
-        for name in named.keys() - {"prompt", "answer"}:
+        for name in named.keys() - {"prompt"}:
             if named[name] not in present:
+                option = "answer_column" if name == "answer" else f"columns.{name}"
                 raise ValueError(
                     f"{table.source} has no column {named[name]!r} (its columns: {', '.join(present)}), "
-                    f"which columns.{name} names; name another"
+                    f"which {option} names; name another"
                 )
         asked = self._template.columns if self._template is not None else (named["prompt"],)
         tasks: list[Task] = []
         for number, row in table.rows:
             place = table.place(number)
-            for name in ("prompt", "answer"):
-                if name in named and row.get(named[name]) is None:
-                    raise ValueError(
-                        f"{place} has no value in column {named[name]!r} (its columns: {', '.join(row) or 'none'}); "
-                        f"name the right one with {name}_column"
-                    )
+            if "prompt" in named and row.get(named["prompt"]) is None:
+                raise ValueError(
+                    f"{place} has no value in column {named['prompt']!r} (its columns: {', '.join(row) or 'none'}); "
+                    "name the right one with prompt_column"
+                )
             try:
                 prompt = self._prompt(row)
             except ValueError as error:

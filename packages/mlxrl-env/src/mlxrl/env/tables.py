@@ -7,8 +7,9 @@ import importlib
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,7 +48,13 @@ class Table:
         return f"{self.source} {self.unit} {number}"
 
 
-def read_table(path: str, format: str | None = None, split: str | None = None, subset: str | None = None) -> Table:
+def read_table(
+    path: str,
+    format: str | None = None,
+    split: str | None = None,
+    subset: str | None = None,
+    texts: Collection[str] = (),
+) -> Table:
     """Reads a table.
 
     Args:
@@ -56,6 +63,7 @@ def read_table(path: str, format: str | None = None, split: str | None = None, s
         format: "jsonl", "json", "csv" or "parquet", for a file whose name does not end so.
         split: the part of a dataset of several; by default "train".
         subset: the configuration of a dataset of the hub.
+        texts: columns of a CSV file that stay text, or chat messages where each cell is a JSON list of them.
 
     A CSV file begins with a line of column names. Its cells are text, except that a column whose every cell is a
     number holds numbers and one whose every cell is a JSON list or object holds those; an empty cell is None. A number
@@ -80,6 +88,8 @@ def read_table(path: str, format: str | None = None, split: str | None = None, s
     if kind not in _READERS:
         raise unknown("format", kind, _READERS, f"; {file} tells none by its ending, so set format")
     unit, read = _READERS[kind]
+    if kind == "csv":
+        read = partial(_read_csv, texts=texts)
     return Table(str(file), file.name, unit, _checked(file, read(file)))
 
 
@@ -136,7 +146,7 @@ def _read_json(file: Path) -> list[NumberedRow]:
     return rows
 
 
-def _read_csv(file: Path) -> list[NumberedRow]:
+def _read_csv(file: Path, texts: Collection[str] = ()) -> list[NumberedRow]:
     records = _csv_records(file)
     if not records:
         return []
@@ -150,7 +160,7 @@ def _read_csv(file: Path) -> list[NumberedRow]:
                 f"{file} line {line} has {len(cells)} cells for {len(names)} columns, got {shown(cells)}; "
                 "put cells with commas, quotes or line ends in double quotes"
             )
-    columns = [_csv_column([cells[i] for _, cells in records]) for i in range(len(names))]
+    columns = [_csv_column([cells[i] for _, cells in records], name in texts) for i, name in enumerate(names)]
     return [
         (line, dict(zip(names, values, strict=True)))
         for (line, _), values in zip(records, zip(*columns, strict=True), strict=True)
@@ -178,9 +188,9 @@ def _csv_records(file: Path) -> list[tuple[int, list[str]]]:
     return records
 
 
-def _csv_column(cells: Sequence[str]) -> Sequence[object]:
+def _csv_column(cells: Sequence[str], is_text: bool) -> Sequence[object]:
     """The values of a column's cells; its type is decided by all of them together."""
-    for decode in (_as_number, _as_nested):
+    for decode in (_as_chat,) if is_text else (_as_number, _as_nested):
         values = [decode(cell) if cell else None for cell in cells]
         if all(value is not None or not cell for value, cell in zip(values, cells, strict=True)):
             return values
@@ -201,6 +211,15 @@ def _as_nested(cell: str) -> object:
         return json.loads(cell)
     except ValueError:
         return None
+
+
+def _as_chat(cell: str) -> object:
+    """The value of a JSON list of objects that have roles."""
+    value = _as_nested(cell)
+    if not isinstance(value, list) or not value:
+        return None
+    messages = cast(list[object], value)
+    return messages if all(isinstance(message, dict) and "role" in message for message in messages) else None
 
 
 def _read_parquet(file: Path) -> list[NumberedRow]:
