@@ -107,6 +107,16 @@ def test_an_answer_that_is_missing_is_told_before_the_model_is_loaded(values, tm
         open_session(make_config(fields | {"data": named}))
 
 
+def test_answers_without_the_number_that_a_reward_needs_are_counted_and_told_once(values, tmp_path):
+    path, answers = tmp_path / "questions.jsonl", ["4", "abc", None, "twelve apples", "5"]
+    path.write_text("".join(json.dumps({"prompt": "ab", "answer": answer}) + "\n" for answer in answers))
+    rewards = [{"name": name} for name in ("numeric", "answer-tag", "exact")]
+    train(make_config(values(data={"path": str(path)}, rewards=rewards)))
+    told = [row["reason"] for row in rows(tmp_path / "run" / "events.jsonl") if row["event"] == "inactive"]
+    why = "leaves 3 of 5 tasks unscored, whose answer holds no number; the first is 'questions.jsonl:2' with 'abc'."
+    assert told == [f"rewards 'numeric' {why}", f"rewards 'answer-tag' {why}"]
+
+
 def test_columns_that_rows_for_evaluation_lack_are_told_too(values, files, tmp_path):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "2+2?", "solution": "4"}\n')
     data = files["csv"] | {"eval_path": str(tmp_path / "held_out.jsonl")}

@@ -69,8 +69,8 @@ def test_a_run_without_an_output_takes_the_first_free_number(values, tmp_path, m
     monkeypatch.chdir(tmp_path)
     fields = values(steps=1, algorithm={"name": "dr-grpo"})
     del fields["output"]
-    folders = [str(train(make_config(fields)).folder) for _ in range(2)]
-    assert folders == ["runs/jsonl-dr-grpo-001", "runs/jsonl-dr-grpo-002"]
+    folders = [train(make_config(fields)).folder for _ in range(2)]
+    assert folders == [tmp_path / "runs" / f"jsonl-dr-grpo-00{number}" for number in (1, 2)]
 
 
 def test_the_config_of_a_run_is_its_own_resolved(values, tmp_path):

@@ -119,14 +119,21 @@ def test_groups_are_judged_before_shaping(values, answers):
 
 
 def test_the_overlong_penalty_grows_over_the_buffer_and_abstaining_rows_are_not_charged(episode):
-    # at most 10 tokens, buffer 4: 0 up to 6, then -1/4 a token, -1 at 10 and beyond
+    # at most 2 turns of 5 tokens, buffer 4: 0 up to 6, then -1/4 a token, -1 at 10 and beyond
     lengths = {1: 0.0, 6: 0.0, 7: -0.25, 9: -0.75, 10: -1.0, 12: -1.0}
-    episodes = [episode(0, (length,), reward=2.0, seed=length) for length in lengths]
-    charged = charge_overlong([*episodes, episode(0, (10,), reward=None)], max_length=10, buffer=4)
+    episodes = [replace(episode(0, (length,), reward=2.0, seed=length), max_turns=2) for length in lengths]
+    charged = charge_overlong([*episodes, episode(0, (10,), reward=None)], max_action=5, buffer=4)
     assert [t.reward_parts["overlong"] for t in charged[:-1]] == list(lengths.values())
     assert [t.reward for t in charged[:-1]] == [2 + penalty for penalty in lengths.values()]
     assert charged[-1].reward is None
     assert "overlong" not in charged[-1].reward_parts
+
+
+def test_each_episode_is_charged_by_its_own_limit_of_turns(episode):
+    # a buffer of 8 tokens: of 5, 10 and 15 that may be sampled, so that penalties begin at 0, 2 and 7
+    episodes = [replace(episode(0, (4,), reward=0.0, seed=turns), max_turns=turns) for turns in (1, 2, 3)]
+    charged = charge_overlong(episodes, max_action=5, buffer=8)
+    assert [t.reward for t in charged] == [-4 / 5, -2 / 8, 0.0]
 
 
 def corrected(policy, batch, correction):

@@ -6,15 +6,18 @@
 import math
 import random
 import shutil
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxrl.env import StopReason
 from mlxrl.policy import shares_prefixes
 from mlxrl.policy.gradient_caches import GradientCache
-from mlxrl.train import ConfigError, Observer, RunError, make_config, open_session, train, train_step
+from mlxrl.train import ConfigError, NamedReward, Observer, RunError, make_config, open_session, train, train_step
+from mlxrl.train.evaluation import has_full_marks as accurate
 
 from .reading import lines
 
@@ -66,9 +69,10 @@ def test_an_environment_that_fails_at_times_costs_its_rows_alone(rooms, project,
         told = [event for event in events if event["step"] == step and event["event"] == "failed"]
         # of the samples 0, 1 and 2 of a task, one has (task + sample) % 3 == 0
         assert len(failed) == 3 == metrics[step - 1]["failed"]
-        assert [(e["group"], e["sample"]) for e in told] == [(row["group"], row["sample"]) for row in failed]
+        assert [row for e in told for row in e["rows"]] == [[row["group"], row["sample"]] for row in failed]
+        assert [e["count"] for e in told] == [3]  # one line for one reason
         assert all(row["reward"] is None and row["stop_reason"] == "env_error" for row in failed)
-        assert all("OSError: the door is stuck" in event["reason"] for event in told)
+        assert all("OSError: the door is stuck (my_envs.py, line 17)" in event["reason"] for event in told)
         assert metrics[step - 1]["skipped"] == 0
     # the others have their three turns
     assert all(len(row["turns"]) == 3 for row in rollouts if not row["error"])
@@ -282,6 +286,39 @@ def test_full_reward_is_what_counts_as_accurate(values, tmp_path, project):
     # answers 0 to 5: 1 and 5 earn 2, and 3, of which the function abstains, is left out
     outcome = result.evaluations[-1][1]
     assert (outcome.accuracy, outcome.reward, outcome.unscored) == (pytest.approx(2 / 5), pytest.approx(4 / 5), 1)
+
+
+def test_accuracy_asks_for_the_full_mark_of_every_part_that_has_a_positive_weight_and_did_not_abstain(episode):
+    def played(stop=StopReason.env_done, paid=(-0.2, 1.0), **parts):
+        trajectory = episode(0, (2,) * len(paid), turn_rewards=paid)
+        return replace(trajectory, stop_reason=stop, reward_parts={"environment": sum(paid), **parts}, reward=1.0)
+
+    right, wrong = played(good=1.0, bad=1.0), played(good=0.5, bad=0.0)
+    rewards = [NamedReward("good", 2.0, min), NamedReward("bad", -1.0, min)]
+    assert [accurate(t, rewards) for t in (right, wrong)] == [True, False]  # whatever it is charged for
+    assert accurate(played(good=1.0, bad=None), rewards)
+    assert not accurate(played(good=None, bad=0.0), rewards)  # no part of it says that it is right
+    shaped = [NamedReward("environment", 1.0), NamedReward("good", 0.5, min)]
+    assert accurate(right, shaped)  # a return of 0.8 that ended in success
+    assert accurate(played(good=None), shaped)
+    assert not accurate(played(good=0.9), shaped)
+    assert not accurate(played(paid=(1.0, 0.0), good=1.0), shaped)  # over without a last reward
+    assert not accurate(played(StopReason.max_turns, paid=(0.0, 1.0), good=1.0), shaped)
+    assert not accurate(played(StopReason.length, paid=(1.0,), good=1.0), shaped)
+
+
+def test_accuracy_of_a_run_with_a_negative_weight_and_a_reward_that_abstains(values, tmp_path, project):
+    scores = tmp_path / "scores.py"
+    scores.write_text(
+        "def right(answer, **_):\n    return [float(int(a) % 2) for a in answer]\n"
+        "def fault(answer, **_):\n    return [1.0 for a in answer]\n"
+        "def seldom(answer, **_):\n    return [1.0 if a == '1' else None for a in answer]\n"
+    )
+    data = {"path": str(project / "tasks.jsonl"), "eval_path": str(project / "tasks.jsonl")}
+    weights = {"right": 1.0, "fault": -0.5, "seldom": 1.0}
+    rewards = [{"name": f"{scores}:{name}", "weight": weight} for name, weight in weights.items()]
+    result = train(make_config(values(data=data, rewards=rewards, steps=1, eval={"tasks": 6})))
+    assert result.evaluations[-1][1].accuracy == pytest.approx(3 / 6)
 
 
 def test_memory_in_use_stays_flat_over_fifty_steps(values):

@@ -59,14 +59,27 @@ def test_success_is_an_end_by_the_environment_with_a_reward_for_the_last_turn(ep
         ended(StopReason.max_turns, 0.0, 0.5),  # paid, and yet not at its end
         ended(StopReason.context, 0.5),
         ended(StopReason.stop, 1.0),  # the only turn there is
+        ended(StopReason.length, 1.0),  # paid for an answer that a limit of tokens cut
         replace(ended(StopReason.env_done, 1.0), error="a reward function broke"),
         episode(1, (3, 1), failed=True),  # its turns have no info at all
     ]
     metrics = rollout_metrics(trajectories, [NamedReward(ENVIRONMENT, 1.0)])
-    assert metrics["success_rate"] == pytest.approx(2 / 7)
-    assert metrics["invalid_action_rate"] == pytest.approx(2 / (3 + 2 + 2 + 1 + 1 + 1 + 2))
-    assert metrics["num_turns"] == pytest.approx(12 / 7)
+    assert metrics["success_rate"] == pytest.approx(2 / 8)
+    assert metrics["invalid_action_rate"] == pytest.approx(2 / (3 + 2 + 2 + 1 + 1 + 1 + 1 + 2))
+    assert metrics["num_turns"] == pytest.approx(13 / 8)
     assert metrics["failed"] == 2
+
+
+def test_actions_are_invalid_where_a_plain_truth_value_says_so_and_cut_observations_are_counted(episode):
+    values = [True, np.True_, 1, False, 0, None, "no", np.zeros(3), mx.ones((2,)), [1]]
+    trajectory = episode(0, (1,) * len(values))
+    turns = [
+        replace(turn, info={"invalid_action": value}, observation_cut=place in (1, 4))
+        for place, (turn, value) in enumerate(zip(trajectory.turns, values, strict=True))
+    ]
+    metrics = rollout_metrics([replace(trajectory, turns=tuple(turns))], [NamedReward(ENVIRONMENT, 1.0)])
+    assert metrics["invalid_action_rate"] == pytest.approx(3 / 10)
+    assert metrics["observation_cut_rate"] == pytest.approx(2 / 10)
 
 
 def test_rewards_that_are_equal_up_to_rounding_count_as_equal(episode):

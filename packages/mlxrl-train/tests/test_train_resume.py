@@ -240,6 +240,36 @@ def test_the_length_of_a_run_is_free_only_while_the_rate_does_not_depend_on_it(f
         resume(tmp_path / "run", {"steps": 3})
 
 
+def test_data_that_were_replaced_are_refused_and_data_that_moved_are_not(values, project, tmp_path, monkeypatch):
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    for folder in (begun, elsewhere):
+        folder.mkdir()
+        shutil.copy(project / "tasks.jsonl", folder / "tasks.jsonl")
+    monkeypatch.chdir(begun)
+    data = {"path": "tasks.jsonl", "eval_path": "tasks.jsonl"}
+    train(make_config(values(data=data, output="run", steps=1, checkpoint={"every": 1})))
+    run = begun / "run"
+    monkeypatch.chdir(elsewhere)  # relative paths are those of the folder where the run began
+    (elsewhere / "tasks.jsonl").write_text('{"prompt": "b", "answer": "c"}\n')
+    assert [row["step"] for row in resume(run, {"steps": 2}).metrics] == [2]
+    original = (begun / "tasks.jsonl").read_text()
+    (begun / "tasks.jsonl").write_text(original.replace('"answer": "3"', '"answer": "4"'))
+    words = (
+        f"data.path = '{begun / 'tasks.jsonl'}' does not hold the tasks that "
+        f"{run / 'checkpoints' / 'step-000002'} was made with, which were read from '{begun / 'tasks.jsonl'}'; "
+        "put them back, set data.path to where they lie now, or start a new run."
+    )
+    fields = {"data.eval_path": str(begun / "kept.jsonl"), "steps": 3}
+    (begun / "kept.jsonl").write_text(original)
+    before = rows(run / "metrics.jsonl")
+    with pytest.raises(RunError, match=re.escape(words)):
+        resume(run, fields)
+    assert rows(run / "metrics.jsonl") == before
+    assert [row["step"] for row in resume(run, fields | {"data.path": str(begun / "kept.jsonl")}).metrics] == [3]
+    with pytest.raises(RunError, match=re.escape(f"data.path = '{elsewhere / 'tasks.jsonl'}' does not hold")):
+        resume(run, fields | {"steps": 4, "data.path": "tasks.jsonl"})
+
+
 def test_what_is_kept_and_evaluated_may_change_on_the_way(saved, values, project):
     data = {"path": str(project / "tasks.jsonl")}
     config = make_config(values(data=data, steps=4, checkpoint={"every": 1, "keep": 1}))

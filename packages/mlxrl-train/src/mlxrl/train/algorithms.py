@@ -60,7 +60,8 @@ class AlgorithmConfig(Section):
     mask_truncated: bool = False
     """Keep truncated trajectories in the baseline but out of the loss."""
     overlong_buffer: Annotated[int, Field(ge=1)] | None = None
-    """Tokens before the limit over which a penalty grows from 0 to 1; by default there is none."""
+    """Tokens before an episode's limit (its most turns * max_completion_len) over which a penalty grows from 0 to 1; by
+    default there is none."""
     dynamic_sampling: bool | None = None
     """Drop groups whose rewards are all equal and draw others; by default the algorithm's own."""
     max_draws: Annotated[int, Field(ge=1)] | None = None

@@ -131,7 +131,9 @@ class EvalConfig(Section):
     """[eval]: held-out evaluation before, during and after training."""
 
     tasks: NonNegative = 0
-    """Held-out tasks an evaluation plays, once each; 0 evaluates nothing."""
+    """Held-out tasks an evaluation plays, once each; 0 evaluates nothing. Accuracy is the share of them on which every
+    reward with a positive weight that did not abstain gave 1 and, where the environment rewards, the environment itself
+    ended the episode with a positive last reward; tasks without a reward are left out."""
     every: NonNegative = 0
     """Evaluate every so many steps as well; 0 only before and after."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -188,15 +190,16 @@ class TrainConfig(Section):
     max_completion_len: Positive = 256
     """Most tokens of an action: of the whole completion in a single turn, of each turn otherwise."""
     max_turns: Positive | None = None
-    """Most turns of an episode, if the environment allows more."""
+    """Most turns of an episode, if the environment allows more. Where the environment's own limit depends on the task,
+    the memory plan and dr-grpo's constant take the largest of 32 tasks, unless this is set."""
     max_observation_len: Positive | None = None
-    """Most tokens of a later observation; the rest is cut and counted."""
+    """Most tokens of a later observation; the rest is cut, and counted in the metric observation_cut_rate."""
     rollout_mode: Literal["parallel_per_turn", "sequential"] = "parallel_per_turn"
     """Decode many rows at once, or one at a time for the least memory."""
     use_chat_template: bool | None = None
     """Render prompts with the tokenizer's chat template; by default where it has one."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Arguments of the chat template, for example {enable_thinking = false}."""
+    """Arguments of the chat template, for example {enable_thinking = false}; one that it never mentions is told."""
 
     quant_bits: Literal[4, 8, 16, 32] | None = None
     """Bits a weight that the model must have; checked against the model, changes nothing."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from mlxrl.env import EnvFactory
 from mlxrl.rollout import Engine, SamplingConfig, Trajectory, group_requests
-from mlxrl.train.metrics import mean
+from mlxrl.train.metrics import mean, succeeded
 from mlxrl.train.reward_calls import NamedReward
 from mlxrl.train.rewards import RewardLog, score_rewards
 
@@ -15,7 +15,9 @@ class Evaluation(NamedTuple):
 
     Args:
         reward: mean reward of the trajectories that have one; 0 where none has.
-        accuracy: share of these with full reward, every reward function at 1.
+        accuracy: share of these on which every part of the reward with a positive weight that did not abstain had its
+            full mark: of a reward function 1, of the environment's own reward an episode that the environment itself
+            ended with a positive last reward (as the metric success_rate has it). One without such a part has none.
         unscored: trajectories without a reward: failed ones, and those of which all functions abstain.
         mean_length: mean number of sampled tokens.
         trajectories: what was played.
@@ -52,13 +54,24 @@ def evaluate(
     requests = group_requests(tasks, env_factory, group_size=1, seed=seed, sampling=sampling)
     log = RewardLog()
     trajectories = score_rewards(engine.rollout(requests), rewards, log)
-    full = sum(reward.weight for reward in rewards)
-    earned = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+    earned = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
     return Evaluation(
         reward=mean(earned),
-        accuracy=mean([float(reward >= full - 1e-6) for reward in earned]),
+        accuracy=mean([float(has_full_marks(trajectory, rewards)) for trajectory in scored]),
         unscored=len(trajectories) - len(earned),
         mean_length=mean([trajectory.num_sampled for trajectory in trajectories]),
         trajectories=tuple(trajectories),
         reward_log=log,
     )
+
+
+def has_full_marks(trajectory: Trajectory, rewards: Sequence[NamedReward]) -> bool:
+    """Whether a scored trajectory counts as accurate; see `Evaluation`."""
+    parts = [(reward, trajectory.reward_parts.get(reward.name)) for reward in rewards if reward.weight > 0]
+    marks = [
+        succeeded(trajectory) if reward.function is None else part >= 1 - 1e-6
+        for reward, part in parts
+        if part is not None
+    ]
+    return bool(marks) and all(marks)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxrl.env import Message, as_messages
 from mlxrl.rollout import Trajectory
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import DynamicSamplingError, RewardError, RunError
@@ -22,6 +23,8 @@ MAX_SKIPPED_STEPS = 10
 MAX_UNSCORED_STEPS = 3
 # Consecutive steps in which a reward function failed on every row, after which a run stops: it will not mend itself.
 MAX_FAILING_STEPS = 3
+# Characters of a prompt that a warning shows.
+MOST_SHOWN = 80
 
 
 def count_faults(state: RunState, step: Step) -> None:
@@ -63,7 +66,7 @@ def ending_fault(state: RunState, step: Step, config: TrainConfig) -> RunError |
 
 
 def fault_events(step: Step) -> list[dict[str, Any]]:
-    """Lines for events.jsonl: the trajectories that failed, and updates that were skipped."""
+    """Lines for events.jsonl: what failed, and updates that were skipped."""
     number, metrics = int(step.metrics["step"]), step.metrics
     events = failure_events(number, step.groups.sampled, step.groups.reward_log)
     if metrics["skipped"]:
@@ -73,16 +76,65 @@ def fault_events(step: Step) -> list[dict[str, Any]]:
 
 
 def failure_events(step: int, trajectories: Sequence[Trajectory], log: RewardLog) -> list[dict[str, Any]]:
-    """A line for each way in which a reward function failed, with its rows, and one for each other failed row."""
+    """A line for each way in which a reward function, an episode, or the end of an environment failed.
+
+    Args:
+        step: steps taken.
+        trajectories: what was played.
+        log: what went wrong with their rewards.
+    """
     unrewarded = {row for fault in log.faults for row in fault.rows}
-    return [
-        {"step": step, "event": "reward", "reward": fault.reward, "reason": fault.reason, "rows": list(fault.rows)}
-        for fault in log.faults
-    ] + [
-        {"step": step, "event": "failed", "group": t.group_id, "sample": t.sample_index, "reason": t.error}
-        for t in trajectories
-        if t.failed and (t.group_id, t.sample_index) not in unrewarded
+    failed: dict[str, list[tuple[int, int]]] = {}
+    unclosed: dict[str, list[tuple[int, int]]] = {}
+    for t in trajectories:
+        row = (t.group_id, t.sample_index)
+        if t.error is not None and row not in unrewarded:
+            failed.setdefault(t.error, []).append(row)
+        if t.close_error is not None:
+            unclosed.setdefault(t.close_error, []).append(row)
+    rewards = [("reward", fault.reason, list(fault.rows), {"reward": fault.reward}) for fault in log.faults]
+    others = [
+        (event, reason, rows, {})
+        for event, by in (("failed", failed), ("close", unclosed))
+        for reason, rows in by.items()
     ]
+    return [
+        {"step": step, "event": event, **more, "reason": reason, "count": len(rows), "rows": rows}
+        for event, reason, rows, more in (*rewards, *others)
+    ]
+
+
+def watch_groups(state: RunState, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    """A line for events.jsonl, once a run, when members of a group did not begin with the same words.
+
+    Args:
+        state: where the run stands; remembers that it was said.
+        trajectories: those of the step just taken.
+    """
+    if state.group_warned:
+        return []
+    begun: dict[int, Trajectory] = {}
+    for trajectory in trajectories:
+        if not trajectory.turns:
+            continue
+        first = begun.setdefault(trajectory.group_id, trajectory)
+        ours, theirs = (as_messages(t.turns[0].observation) for t in (trajectory, first))
+        if list(ours) == list(theirs):
+            continue
+        state.group_warned = True
+        reason = (
+            f"samples {first.sample_index} and {trajectory.sample_index} of group {trajectory.group_id} begin with "
+            f"different prompts, {_shown(theirs)} and {_shown(ours)}, though their rewards are compared with one "
+            "another; draw a start from the factory's arguments task and seed alone, not from global random state"
+        )
+        return [{"step": state.step, "event": "group_differs", "group": trajectory.group_id, "reason": reason}]
+    return []
+
+
+def _shown(messages: Sequence[Message]) -> str:
+    """The beginning of a prompt, in quotes."""
+    text = " ".join(message["content"] for message in messages)
+    return repr(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ...")
 
 
 def _finite(metrics: Metrics, trajectories: Sequence[Trajectory]) -> bool:

@@ -57,8 +57,8 @@ def sample_groups(session: Session, step: int, clock: Clock) -> SampledGroups:
         costs.append(session.engine.stats)
         keep += _judge(session, drawn)
     if config.algorithm.overlong_buffer is not None:
-        length = session.curriculum.max_turns * config.max_completion_len
-        sampled = charge_overlong(sampled, max_length=length, buffer=config.algorithm.overlong_buffer)
+        buffer = config.algorithm.overlong_buffer
+        sampled = charge_overlong(sampled, max_action=config.max_completion_len, buffer=buffer)
     kept = list(compress(sampled, keep))
     dropped = _num_groups(sampled) - _num_groups(kept)
     return SampledGroups(sampled, kept, dropped=dropped, costs=costs, reward_log=log)

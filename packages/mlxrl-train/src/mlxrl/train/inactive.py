@@ -1,17 +1,20 @@
 """Fields that a config sets and that cannot act in its run; they are allowed, and told."""
 
+import re
+
 import mlx.core as mx
 
 from mlxrl.train.config import RolloutConfig, TrainConfig
 from mlxrl.train.tasks import Curriculum
 
 
-def inactive_fields(config: TrainConfig, curriculum: Curriculum) -> tuple[str, ...]:
+def inactive_fields(config: TrainConfig, curriculum: Curriculum, template: str | None = None) -> tuple[str, ...]:
     """One sentence for each field that is set and changes nothing, for this machine, environment or update.
 
     Args:
         config: the run.
         curriculum: what it learns.
+        template: the model's chat template, empty where prompts are not rendered with one; None where it is no text.
     """
     algorithm, rollout, turns = config.algorithm, config.rollout, curriculum.max_turns
     defaults, sequential = RolloutConfig(), config.rollout_mode == "sequential"
@@ -66,4 +69,15 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum) -> tuple[str, .
             "draws the share that is held out; set data.eval_fraction",
         ),
     ]
+    if template is not None and "chat_template" not in config.chat_template_kwargs:  # which puts another in its place
+        unnamed = f"is never mentioned by the chat template of model_id = {config.model_id!r}"
+        found += [
+            (not _mentions(template, name), f"chat_template_kwargs.{name}", unnamed)
+            for name in config.chat_template_kwargs
+        ]
     return tuple(f"{name} {why}." for inactive, name, why in found if inactive)
+
+
+def _mentions(template: str, name: str) -> bool:
+    names = (name, "thinking") if name == "enable_thinking" else (name,)  # which mlx-lm passes on as either
+    return re.search(rf"\b({'|'.join(map(re.escape, names))})\b", template) is not None

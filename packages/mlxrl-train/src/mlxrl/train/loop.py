@@ -10,8 +10,9 @@ from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import load_config
 from mlxrl.train.errors import DynamicSamplingError, RewardError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
-from mlxrl.train.faults import count_faults, ending_fault, failure_events, fault_events
+from mlxrl.train.faults import count_faults, ending_fault, failure_events, fault_events, watch_groups
 from mlxrl.train.files import read_lines
+from mlxrl.train.inputs import data_digests, with_absolute_paths
 from mlxrl.train.memory_watch import plan_to_watch, planned_memory, watch_memory
 from mlxrl.train.metrics import Metrics
 from mlxrl.train.records import save_batch, trajectory_record
@@ -80,13 +81,14 @@ def train(
         RewardError: a reward function failed on every row, step after step; a checkpoint is saved.
     """
     observer = observer or Observer()
+    config = with_absolute_paths(config)  # an environment may change the working directory
     folder = open_run(config, resume=resume, force=force)
     session = open_session(config, adapter=folder.started_from(config) if resume else None)
-    state = RunState()
     if resume:
         state = folder.restore(config, session.model, session.optimizer)
         session.loader.position = state.position
     else:
+        state = RunState(data=data_digests(config))
         folder.start(config, session.model, session.report, session.lora)
     if config.rollout.weights == "auto":
         if state.rollout_weights is None:
@@ -122,11 +124,11 @@ def train(
         count_faults(state, step)
         mismatch = watch_mismatch(session, state, step.metrics)
         folder.log(folder.rollouts, *(trajectory_record(state.step, trajectory) for trajectory in step.groups.sampled))
-        memory = watch_memory(state, step.metrics, plan)
-        folder.log(folder.events, *fault_events(step), *mismatch, *memory)
+        warnings = [*watch_groups(state, step.groups.sampled), *watch_memory(state, step.metrics, plan)]
+        folder.log(folder.events, *fault_events(step), *mismatch, *warnings)
         folder.log(folder.metrics, step.metrics)
         metrics.append(step.metrics)
-        for event in memory:
+        for event in warnings:
             observer.on_warning(event["reason"])
         observer.on_step(step.metrics, step.groups.sampled)
         fault = ending_fault(state, step, config)

@@ -1,7 +1,10 @@
 """What a step is worth knowing for, under the names the field uses."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
+
+import numpy as np
 
 from mlxrl.algo import is_constant
 from mlxrl.env import StopReason
@@ -20,9 +23,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
         reward and reward_std over all trajectories with a reward, rewards/NAME/mean, frac_reward_zero_std (share of
         groups whose rewards are all equal), completions/mean_length and /min_length and /max_length (sampled tokens of
         a trajectory), completions/clipped_ratio (share that a token limit ended), num_turns, failed, num_tokens. Where
-        the environment rewards by itself also success_rate (share of trajectories that the environment ended, rather
-        than a limit of turns or tokens or a fault, with a positive reward for the last turn) and invalid_action_rate
-        (share of turns whose info says "invalid_action").
+        the environment rewards by itself also success_rate (share of trajectories that `succeeded`),
+        invalid_action_rate (share of turns whose info has "invalid_action", as True or a number that is not 0) and
+        observation_cut_rate (share of turns whose observation was cut to max_observation_len).
     """
     scored = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     lengths = [trajectory.num_sampled for trajectory in trajectories]
@@ -44,9 +47,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
         "num_tokens": float(sum(lengths)),
     }
     if any(reward.name == ENVIRONMENT for reward in rewards):
-        invalid = [float(bool(turn.info.get("invalid_action"))) for t in trajectories for turn in t.turns]
-        metrics["success_rate"] = mean([float(_succeeded(trajectory)) for trajectory in trajectories])
-        metrics["invalid_action_rate"] = mean(invalid)
+        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+        metrics["success_rate"] = mean([float(succeeded(trajectory)) for trajectory in trajectories])
+        metrics["invalid_action_rate"] = mean([float(_says_invalid(turn.info)) for turn in turns])
+        metrics["observation_cut_rate"] = mean([float(turn.observation_cut) for turn in turns])
     for reward in rewards:
         values = [value for t in trajectories if (value := t.reward_parts.get(reward.name)) is not None]
         metrics[f"rewards/{reward.name}/mean"] = mean(values)
@@ -92,6 +96,13 @@ def standard_deviation(values: Sequence[float]) -> float:
     return math.sqrt(mean([(value - centre) ** 2 for value in values]))
 
 
-def _succeeded(trajectory: Trajectory) -> bool:
-    ended = not trajectory.failed and trajectory.stop_reason not in (StopReason.max_turns, StopReason.context)
+def succeeded(trajectory: Trajectory) -> bool:
+    """Whether the environment itself, and no limit of turns or tokens, ended it with a positive last reward."""
+    ended = not trajectory.failed and trajectory.stop_reason in (StopReason.stop, StopReason.env_done)
     return ended and trajectory.turns[-1].reward > 0
+
+
+def _says_invalid(info: Mapping[str, object]) -> bool:
+    """Whether a turn's info calls its action invalid, by True or a number that is not 0; anything else does not."""
+    value = info.get("invalid_action")
+    return isinstance(value, Real | np.bool_) and bool(value)

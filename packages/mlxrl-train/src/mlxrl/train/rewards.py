@@ -91,20 +91,23 @@ def reward_table(trajectories: Sequence[Trajectory], rewards: Sequence[NamedRewa
     return [[trajectory.reward_parts.get(reward.name) for reward in rewards] for trajectory in trajectories]
 
 
-def charge_overlong(trajectories: Sequence[Trajectory], *, max_length: int, buffer: int) -> list[Trajectory]:
+def charge_overlong(trajectories: Sequence[Trajectory], *, max_action: int, buffer: int) -> list[Trajectory]:
     """Charge trajectories for the last tokens before the limit: DAPO's soft overlong punishment, as a part of its own.
 
     Args:
         trajectories: scored trajectories.
-        max_length: most tokens that a trajectory may sample.
-        buffer: tokens before that over which the penalty grows from 0 to 1.
+        max_action: most tokens of an action; a trajectory may sample its `max_turns` times as many.
+        buffer: tokens before that over which the penalty grows from 0 to 1; all of them, where they are fewer.
     """
-    lengths = [trajectory.num_sampled for trajectory in trajectories]
-    penalties = soft_overlong_penalties(lengths, max_length=max_length, buffer=buffer)
-    return [
-        t if t.reward is None else replace(t, reward=t.reward + p, reward_parts={**t.reward_parts, OVERLONG: p})
-        for t, p in zip(trajectories, penalties, strict=True)
-    ]
+
+    def charged(t: Trajectory) -> Trajectory:
+        if t.reward is None:
+            return t
+        limit = t.max_turns * max_action
+        (penalty,) = soft_overlong_penalties([t.num_sampled], max_length=limit, buffer=min(buffer, limit))
+        return replace(t, reward=t.reward + penalty, reward_parts={**t.reward_parts, OVERLONG: penalty})
+
+    return [charged(trajectory) for trajectory in trajectories]
 
 
 def _total(parts: dict[str, float | None], weights: dict[str, float]) -> float | None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_toml, load_config
 from mlxrl.train.errors import RunFolderError
 from mlxrl.train.files import append_lines, point_link, read_lines, remove, write_folder, write_text
+from mlxrl.train.inputs import data_digests
 
 STATE, OPTIMIZER, DIGESTS = "state.json", "optimizer.safetensors", "sha256.json"
 CHOICE = "rollout_weights"
@@ -42,6 +44,8 @@ class RunState:
         rollout_weights: what rollouts sample from, where the config leaves it open and it has been chosen.
         mismatched: whether the last step's sampler was too far from the policy.
         memory_warned: whether it was said that a step took much memory.
+        group_warned: whether it was said that members of a group began differently.
+        data: digests of the files of tasks, by the fields that name them.
     """
 
     step: int = 0
@@ -53,6 +57,8 @@ class RunState:
     rollout_weights: Literal["shared", "merged"] | None = None
     mismatched: bool = False
     memory_warned: bool = False
+    group_warned: bool = False
+    data: dict[str, str] = field(default_factory=dict)
 
 
 class RunFolder:
@@ -156,7 +162,7 @@ class RunFolder:
             state = self._load(saved[-1], config, model, optimizer)
             point_link(self.adapters, saved[-1])
         else:
-            state = RunState()
+            state = RunState(data=data_digests(config))
             self._check_config(self.config, load_config(self.config).model_dump(mode="json"), config)
         if state.step > config.steps:
             raise RunFolderError(
@@ -180,7 +186,7 @@ class RunFolder:
             if _name(state) != folder.name:
                 raise ValueError(f"{STATE} says step {state.step}")
             _check_digests(folder, digests)
-            self._check_config(folder, dict(contents["config"]), config)
+            self._check_config(folder, dict(contents["config"]), config, state.data)
             arrays = mx.load(str(folder / OPTIMIZER))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
@@ -197,9 +203,21 @@ class RunFolder:
     def _saved(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step-*"))
 
-    def _check_config(self, where: Path, saved: dict[str, Any], config: TrainConfig) -> None:
+    def _check_config(
+        self, where: Path, saved: dict[str, Any], config: TrainConfig, data: Mapping[str, str] | None = None
+    ) -> None:
         free = FREE_ON_RESUME | ({"steps"} if config.optimizer.schedule == "constant" else set())
         then, now = _leaves(saved), _leaves(config.model_dump(mode="json"))
+        digests = data_digests(config)
+        for name, digest in (data or {}).items():
+            if name not in digests:
+                continue  # told below
+            if digests[name] != digest:
+                raise RunFolderError(
+                    f"{name} = {now[name]!r} does not hold the tasks that {where} was made with, which were read from "
+                    f"{then[name]!r}; put them back, set {name} to where they lie now, or start a new run."
+                )
+            then[name] = now[name]  # the same tasks, wherever they lie
         for name in sorted(then.keys() | now.keys()):
             is_free = name.partition(".")[0] in free or name in FREE_ROLLOUT_FIELDS
             if not is_free and then.get(name) != now.get(name):
@@ -290,10 +308,10 @@ def _probe(path: Path) -> None:
 def output_paths(config: TrainConfig) -> tuple[Path, Path | None]:
     """The run folder, and the file for the last batch where `output` ends in .npz."""
     if config.output is not None:
-        path = Path(config.output).expanduser()
+        path = Path(config.output).expanduser().absolute()
         return (path.with_suffix(""), path) if path.suffix == ".npz" else (path, None)
     name = f"{Path(config.env_name.partition(':')[0]).stem}-{config.algorithm.name}"
     number = 1
     while (path := Path("runs") / f"{name}-{number:03d}").exists():
         number += 1
-    return path, None
+    return path.absolute(), None

@@ -22,6 +22,7 @@ from mlxrl.train.overlong import LeftOut, leave_out_overlong
 from mlxrl.train.reward_calls import NamedReward
 from mlxrl.train.rewards import OVERLONG
 from mlxrl.train.tasks import Curriculum, make_curriculum
+from mlxrl.train.unread import unread_answers
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Session:
     echo: EchoSchedule
     pad_token_id: int
     inactive: tuple[str, ...]
-    """Sentences about fields that are set and cannot act here."""
+    """Sentences about fields that are set and cannot act here, and answers that a reward cannot read."""
     left_out: tuple[LeftOut, ...]
     """The tasks that are left out of each split, for their prompts are too long."""
 
@@ -129,7 +130,7 @@ def open_session(config: TrainConfig, *, adapter: Path | None = None) -> Session
         reference_adapter=adapter_parameters(model) if config.reference == "initial_adapter" else None,
         echo=EchoSchedule(config.echo_alpha, config.echo_schedule, config.echo_taper_steps),
         pad_token_id=_pad_token_id(tokenizer),
-        inactive=inactive_fields(config, curriculum),
+        inactive=(*inactive_fields(config, curriculum, _template(engine)), *unread_answers(curriculum)),
         left_out=left_out,
     )
 
@@ -154,6 +155,14 @@ def _engine(config: TrainConfig, model: nn.Module, tokenizer: TokenizerWrapper) 
         cache_bytes=rollout.cache_bytes,
         weights="shared" if rollout.weights == "auto" else rollout.weights,  # until the loop has measured both
     )
+
+
+def _template(engine: Engine) -> str | None:
+    """The chat template as text, empty where none is used; None where it is code of the tokenizer's."""
+    template = engine.encoder.tokenizer.chat_template
+    if not engine.encoder.templated:
+        return ""
+    return None if template is None else str(template)
 
 
 def _shaping(config: TrainConfig) -> tuple[NamedReward, ...]:

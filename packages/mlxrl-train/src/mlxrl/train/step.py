@@ -37,11 +37,11 @@ def train_step(session: Session, step: int) -> Step:
         step: from 0.
     """
     config, clock = session.config, Clock()
-    mx.random.seed(derive_seed(config.seed, step))  # dropout; sampling has keys of its own
     mx.reset_peak_memory()
     session.optimizer.learning_rate = learning_rate(config.optimizer, step, config.steps)
 
     groups = sample_groups(session, step, clock)
+    mx.random.seed(derive_seed(config.seed, step))  # for dropout; environments and rewards may have set another
     with clock("score"):
         batch = _make_batch(session, groups.kept, step) if groups.kept else None
     with clock("update"):

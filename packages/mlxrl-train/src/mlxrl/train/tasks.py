@@ -3,15 +3,19 @@
 import operator
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mlxrl.env import Environment, SingleTurnEnv, Suite, Task, make_env, reward_function
+from mlxrl.env import Environment, SingleTurnEnv, Suite, SyncEnv, Task, make_env, reward_function
 from mlxrl.rollout import derive_seed
 from mlxrl.train.config import RewardConfig, TrainConfig
 from mlxrl.train.errors import ConfigError
 from mlxrl.train.reward_calls import NamedReward, needed_columns
 from mlxrl.train.rewards import ENVIRONMENT
+
+# Tasks, besides the first, whose environments are asked for their turns.
+NUM_MEASURED = 31
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Curriculum:
         train: the tasks to train on.
         held_out: the tasks to evaluate on, as many as the config asks for.
         rewards: the reward functions, weighted.
-        max_turns: most turns of an episode.
+        max_turns: most turns of an episode; where that depends on the task, of some tasks spread over all.
         single_turn: whether the environment is a plain prompt, which has nothing to do but to ask.
     """
 
@@ -59,7 +63,9 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
             f"eval.tasks = {config.eval.tasks}, but env_name = {config.env_name!r} holds out no tasks; "
             "set eval.tasks = 0, or data.eval_path, data.eval_split or data.eval_fraction for data."
         )
-    environment, most = _first_environment(config, suite, train[0])
+    most, single_turn = _measured(config, suite, train[0])
+    if not single_turn and (config.max_turns is None or most < config.max_turns):
+        most = max(most, *_turns_of_others(config, suite, train[1:]))
     max_turns = min(most, config.max_turns or most)
     longest, buffer = max_turns * config.max_completion_len, config.algorithm.overlong_buffer
     if buffer is not None and buffer > longest:
@@ -67,7 +73,6 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
             f"algorithm.overlong_buffer = {buffer} exceeds the {longest} tokens that a trajectory may sample "
             "(turns x max_completion_len); lower it."
         )
-    single_turn = isinstance(environment, SingleTurnEnv)
     return Curriculum(
         suite=suite,
         train=train,
@@ -78,8 +83,8 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
     )
 
 
-def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> tuple[Environment, int]:
-    """The environment of a task, and the most turns that it takes."""
+def _measured(config: TrainConfig, suite: Suite, task: Any) -> tuple[int, bool]:
+    """The most turns that a task's environment takes, and whether it is a plain prompt; it is closed again."""
     try:
         environment = suite.make(task, derive_seed(config.seed), 0)
         fits = isinstance(environment, Environment)  # which asks for max_turns too
@@ -96,7 +101,18 @@ def _first_environment(config: TrainConfig, suite: Suite, task: Any) -> tuple[En
             f"env_name = {config.env_name!r} made an environment with max_turns = {turns!r}; "
             "it must be a whole number of at least 1."
         )
-    return environment, operator.index(turns)
+    with suppress(Exception):  # which costs an episode nothing either
+        SyncEnv(environment).close()
+    return operator.index(turns), isinstance(environment, SingleTurnEnv)
+
+
+def _turns_of_others(config: TrainConfig, suite: Suite, tasks: Sequence[Any]) -> list[int]:
+    """The most turns of some of the tasks; one whose environment cannot be made fails its episodes, not the run."""
+    found = [0]
+    for task in tasks[:: -(-len(tasks) // NUM_MEASURED) or 1]:
+        with suppress(ConfigError):
+            found.append(_measured(config, suite, task)[0])
+    return found
 
 
 def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[NamedReward, ...]:
