@@ -258,6 +258,26 @@ def test_an_example_trains_a_tiny_model_of_its_architecture(name, architecture, 
     assert (tmp_path / "run/adapters/adapters.safetensors").is_file()
 
 
+def test_each_reason_of_a_failure_is_printed_once_a_run_with_the_users_line(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Fails:\n    max_turns = 2\n    turn = 0\n"
+        "    def reset(self):\n        return 'say'\n"
+        "    def step(self, action):\n        raise KeyError('boom')\n"
+        "    def state_id(self, observation):\n        return 0\n"
+        "class Works(Fails):\n    def step(self, action):\n        return 'x', float(len(action)), True, {}\n"
+        "def make(task, seed, member):\n    return Works() if member else Fails()\n"
+    )
+    settings = ["env_name=mine.py:make", "eval.tasks=0", "environment={}", "rewards=[]"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    output = cli("train", "--steps", 3, "--output", "run", *TINY, *options, folder=tmp_path).splitlines()
+    said = (
+        "  2 failed, one of them: step of the environment raised KeyError: 'boom' (mine.py, line 7); see events.jsonl"
+    )
+    assert [line for line in output if "boom" in line] == [said]
+    (first,) = [place for place, line in enumerate(output) if line.startswith("step    1/3")]
+    assert output[first + 1] == said
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -26,6 +26,7 @@ class PlainView(Observer):
         self.started = time.perf_counter()
         self.rewards: list[float] = []
         self.accuracies: list[tuple[int, float]] = []
+        self.told: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -40,10 +41,12 @@ class PlainView(Observer):
     def on_evaluation(self, step: int, evaluation: Evaluation) -> None:
         self.accuracies.append((step, evaluation.accuracy))
         self.say(evaluation_line(self.config, step, evaluation))
+        self.tell_failure(evaluation.trajectories)
 
     def on_step(self, metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
         self.rewards.append(metrics["reward"])
         self.say(step_line(self.config, metrics, self.seconds_left(metrics)))
+        self.tell_failure(trajectories)
 
     def on_warning(self, reason: str) -> None:
         self.say(f"warning: {reason}")
@@ -54,6 +57,13 @@ class PlainView(Observer):
     def say(self, text: str) -> None:
         """Print a line as it is."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def tell_failure(self, trajectories: Sequence[Trajectory]) -> None:
+        """Print the first reason for which one failed that has not been printed yet."""
+        reasons = [" ".join(trajectory.error.split()) for trajectory in trajectories if trajectory.error is not None]
+        if new := [reason for reason in reasons if reason not in self.told]:
+            self.told.add(new[0])
+            self.say(f"  {len(reasons)} failed, one of them: {new[0]}; see events.jsonl")
 
     def seconds_left(self, metrics: dict[str, float]) -> float:
         """Time left at the pace so far."""
@@ -101,6 +111,7 @@ class LiveView(PlainView):
         best = max(trajectories, key=lambda trajectory: trajectory.reward or 0.0)
         self.sample = " ".join(f"{best.turns[-1].observation} → {best.completion}".split()) if best.turns else ""
         self.progress.update(self.bar, completed=metrics["step"])
+        self.tell_failure(trajectories)
 
     def on_end(self, result: TrainResult) -> None:
         self.live.stop()
