@@ -1,46 +1,19 @@
-"""The estimate against hand-derived parts and measured peaks, and its monotonicity."""
+"""The estimate against hand-derived parts and measured peaks."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrl.memory import Backend, ModelShape, RunShape, estimate, known_config
 
+from .shapes import BACKENDS, HYBRID, MIXTURE, RUN, SMALL, known
+
 GB = 10**9
 
 
-def known(model_id):
-    config = known_config(model_id)
-    assert config is not None
-    return ModelShape.from_config(config)
-
-
-SMALL = known("mlx-community/Qwen3-0.6B-4bit")
-HYBRID = known("mlx-community/Qwen3.5-9B-MLX-4bit")
-MIXTURE = ModelShape.from_config(
-    {
-        "model_type": "qwen3_moe",
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 1000,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 300,
-    }
-)
-MODELS = [SMALL, HYBRID, MIXTURE]
-RUN = RunShape(group_size=4, max_prompt_len=100, max_completion_len=412)
-BACKENDS: tuple[Backend, ...] = ("cpu", "cuda", "metal")
 # 4 rows of 128 tokens that are read whole, as those that were measured
 WHOLE = RunShape(
     group_size=4,
@@ -407,91 +380,3 @@ def test_16_bit_models_are_float32_on_the_cpu():
     assert plain.on("cuda") == plain.on("metal") == plain
     # scales and biases of packed weights too: 4 + 64 / 64 bits instead of 4 + 32 / 64
     assert SMALL.on("cpu").weight_bytes / SMALL.weight_bytes == pytest.approx(5 / 4.5, rel=0.01)
-
-
-COUNTS = {
-    "max_prompt_len": 3000,
-    "max_completion_len": 3000,
-    "group_size": 32,
-    "groups_per_step": 32,
-    "max_turns": 8,
-    "max_observation_len": 500,
-    "max_context": 3000,
-    "rollout_width": 300,
-    "kv_budget_bytes": 2**32,
-    "micro_batch_size": 300,
-    "max_tokens_per_micro_batch": 100_000,
-    "lora_rank": 128,
-    "optimizer_states": 4,
-    "score_chunk": 3000,
-}
-OPTIONAL = (
-    "max_context",
-    "rollout_width",
-    "kv_budget_bytes",
-    "micro_batch_size",
-    "max_tokens_per_micro_batch",
-    "score_chunk",
-)
-
-
-def run_shape(fields: dict[str, Any]) -> RunShape:
-    return RunShape(**fields)
-
-
-RUNS = st.fixed_dictionaries(
-    {name: st.integers(1, most) | (st.none() if name in OPTIONAL else st.nothing()) for name, most in COUNTS.items()}
-    | {
-        "gradient_checkpointing": st.booleans(),
-        "has_reference": st.booleans(),
-        "has_reference_adapter": st.booleans(),
-        "use_dora": st.booleans(),
-        "has_merged_copy": st.booleans(),
-        "shares_prompts": st.booleans(),
-        "backend": st.sampled_from(BACKENDS),
-    }
-).map(run_shape)
-
-
-@settings(max_examples=200, deadline=None)
-@given(model=st.sampled_from(MODELS), run=RUNS, field=st.sampled_from(sorted(COUNTS)), more=st.integers(1, 1000))
-def test_the_peak_never_falls_when_a_knob_grows(model, run, field, more):
-    value: int | None = getattr(run, field)
-    if value is not None:
-        larger: dict[str, Any] = {field: value + more}
-        assert estimate(model, replace(run, **larger)).peak >= estimate(model, run).peak
-
-
-@settings(max_examples=100, deadline=None)
-@given(model=st.sampled_from(MODELS), run=RUNS)
-def test_switches_only_ever_save_memory_the_way_they_say(model, run):
-    with_reference, without = (estimate(model, replace(run, has_reference=on)) for on in (True, False))
-    assert with_reference.batch - without.batch == 4 * run.rows * run.sequence_length  # one float32 a token, no weights
-    assert with_reference.held == without.held
-    on, off = (estimate(model, replace(run, gradient_checkpointing=on)).peak for on in (True, False))
-    assert on <= off
-
-
-@settings(max_examples=100, deadline=None)
-@given(run=RUNS, name=st.sampled_from(["Qwen3-0.6B", "Qwen3.5-9B"]), bits=st.sampled_from([2, 3, 4, 5, 6, 8]))
-def test_fewer_bits_never_take_more_memory(run, name, bits):
-    run = replace(run, use_dora=False)  # which holds the dense weights beside the packed ones
-    packed, plain = estimate(known(f"{name}-{bits}bit"), run), estimate(known(name), run)
-    assert packed.weights < plain.weights
-    assert packed.peak <= plain.peak
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("group_size", 0), ("max_prompt_len", -1), ("lora_rank", 1.5), ("rollout_width", 0), ("max_observation_len", -1)],
-)
-def test_a_run_shape_refuses_impossible_numbers(field, value):
-    with pytest.raises(ValueError, match=rf"{field} must be a whole number of at least \d, got {value}"):
-        replace(RUN, **{field: value})
-
-
-def test_a_run_shape_refuses_an_unknown_backend_and_a_switch_that_is_no_bool():
-    with pytest.raises(ValueError, match="backend must be one of cpu, cuda, metal, got 'tpu'"):
-        RunShape(max_prompt_len=1, max_completion_len=1, backend="tpu")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="has_reference must be True or False, got 'no'"):
-        RunShape(max_prompt_len=1, max_completion_len=1, has_reference="no")  # pyright: ignore[reportArgumentType]

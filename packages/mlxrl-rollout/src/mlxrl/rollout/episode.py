@@ -1,17 +1,14 @@
 """One episode on the host: the tokens so far, and the environment it is played in."""
 
-import sysconfig
-import traceback
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from mlxrl.env import Environment, Message, StepResult, StopReason, SyncEnv, as_messages
 from mlxrl.rollout.chat import ChatEncoder
+from mlxrl.rollout.environment_calls import EnvironmentFailedError, asked, checked_state_id, own_copy
 from mlxrl.rollout.sampling import SamplingConfig
 from mlxrl.rollout.trajectory import Role, Segment, Trajectory, Turn
 
@@ -19,10 +16,6 @@ Context = Literal["transcript", "turn"]
 
 # Characters a token of the room that is left, beyond which a text is not encoded to its end.
 FLOOD = 16
-# Characters of an environment's error that the record keeps.
-MOST_SAID = 500
-# Where code lies that is not the user's own.
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 SHARED = (
     "the factory returned one environment for several episodes, which would play in one another's; "
     "return a new one for each call"
@@ -107,19 +100,6 @@ class SegmentBuilder:
         )
 
 
-class EnvironmentFailedError(Exception):
-    """User code raised, or returned what it must not; the message says where and what, and names the user's line.
-
-    `result` is what the step gave before that, if anything.
-    """
-
-    result: StepResult | None = None
-
-    def __init__(self, where: str, error: BaseException):
-        told = f"{where} of the environment raised {type(error).__name__}: {_said(error)}"
-        super().__init__(told + _place(error.__traceback__))
-
-
 class Episode:
     """Plays one request: `consult` asks the environment, `receive` takes its reply, `push` the model's tokens.
 
@@ -199,15 +179,15 @@ class Episode:
             EnvironmentFailedError: it raised, or returned what it must not.
         """
         if self._environment is None:
-            self._environment = environment = _asked("make", self._make)
-            observation = _asked("reset", environment.reset)
-            return Reply(observation, _asked("state_id", lambda: _state_id(environment, observation)))
+            self._environment = environment = asked("make", self._make)
+            observation = asked("reset", environment.reset)
+            return Reply(observation, asked("state_id", lambda: checked_state_id(environment, observation)))
         environment = self._environment
-        result = _asked("step", lambda: _own_copy(environment.step(self._action_text)))
+        result = asked("step", lambda: own_copy(environment.step(self._action_text)))
         if self._is_over(result):
             return Reply(result.observation, None, result)
         try:
-            state_id = _asked("state_id", lambda: _state_id(environment, result.observation))
+            state_id = asked("state_id", lambda: checked_state_id(environment, result.observation))
         except EnvironmentFailedError as fault:
             fault.result = result
             raise
@@ -220,7 +200,7 @@ class Episode:
             EnvironmentFailedError: it raised.
         """
         if self._environment is not None:
-            _asked("close", self._environment.close)
+            asked("close", self._environment.close)
 
     def receive(self, reply: Reply | EnvironmentFailedError) -> None:
         """Take what `consult` gave; afterwards the episode is finished, and to be closed, or the model is to speak."""
@@ -373,44 +353,3 @@ class Episode:
 
     def _fail(self, reason: StopReason, error: str) -> None:
         self._stop_reason, self._error = reason, error
-
-
-def _asked(where: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # user code may raise anything: the row fails, the run goes on
-        raise EnvironmentFailedError(where, error) from error
-
-
-def _state_id(environment: SyncEnv, observation: str | Sequence[Message]) -> Hashable:
-    """The name of a state; one that cannot be compared or spelled, as algorithms and records do, raises here."""
-    state_id = environment.state_id(observation)
-    if state_id is not None and f"{state_id!r} {state_id!s}" and not state_id == state_id:
-        raise ValueError("a state_id must be equal to itself")
-    return state_id
-
-
-def _place(trace: TracebackType | None) -> str:
-    """The innermost line of the user's own code, or else of a library; nothing where only mlxrl's was running."""
-    lines = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(trace)
-        if not str(frame.f_globals.get("__name__")).startswith("mlxrl.")
-    ]
-    own = [(file, line) for file, line in lines if not file.startswith((*LIBRARIES, "<"))]
-    return "".join(f" ({Path(file).name}, line {line})" for file, line in (own or lines)[-1:])
-
-
-def _own_copy(result: StepResult) -> StepResult:
-    return replace(result, info=dict(result.info))
-
-
-def _said(error: BaseException) -> str:
-    """What an error says of itself, which may fail too, and may be long."""
-    try:
-        text = str(error)
-    except Exception:  # user code again
-        return "it cannot say why"
-    return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]} ..."

@@ -8,7 +8,8 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxrl.rollout.chat import ChatEncoder
-from mlxrl.rollout.episode import EnvironmentFailedError, Episode, EpisodeLimits, RolloutRequest
+from mlxrl.rollout.environment_calls import EnvironmentFailedError
+from mlxrl.rollout.episode import Episode, EpisodeLimits, RolloutRequest
 from mlxrl.rollout.sampling import draw
 from mlxrl.rollout.trajectory import Trajectory
 

@@ -15,7 +15,8 @@ import mlx.nn as nn
 
 from mlxrl.rollout.caches import Cache, join, new_cache, num_bytes, select
 from mlxrl.rollout.decoder import DecodeBatch, Draws, Prefilled, Reader, Row, reading_plan
-from mlxrl.rollout.episode import EnvironmentFailedError, Episode
+from mlxrl.rollout.environment_calls import EnvironmentFailedError
+from mlxrl.rollout.episode import Episode
 from mlxrl.rollout.stage import OverrunError, Stage, Ticket
 
 
