@@ -15,7 +15,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxrl.env import StepResult
-from mlxrl.policy import LoRAConfig, ModelError, plan_reading, score, shares_prefixes, split_head
+from mlxrl.policy import (
+    LoRAConfig,
+    ModelError,
+    checkpoint_blocks,
+    plan_reading,
+    score,
+    shares_prefixes,
+    split_head,
+)
 from mlxrl.policy.lora import UNTRAINABLE, attach_lora
 from mlxrl.policy.testing import character_tokenizer
 from mlxrl.rollout import Engine, Role, SamplingConfig, audit, group_requests
@@ -122,8 +130,10 @@ def test_what_rows_share_is_read_once_with_the_scores_and_gradients_of_whole_row
 
     assert np.abs(np.array(shared() - whole()))[mask_6_L[:, 1:]].max() < 1e-3
     if name not in UNTRAINABLE:
-        got, expected = gradient(shared), gradient(whole)
-        assert np.linalg.norm(got - expected) < 1e-5 * np.linalg.norm(expected)
+        expected = gradient(whole)
+        for checkpointing in (False, True):  # which may end the sharing
+            checkpoint_blocks(model, enabled=checkpointing)
+            assert np.linalg.norm(gradient(shared) - expected) < 1e-5 * np.linalg.norm(expected)
 
 
 def update(model):

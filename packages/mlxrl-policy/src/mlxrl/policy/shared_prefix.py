@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mlxrl.policy.checkpointing import draws_dropout
 from mlxrl.policy.gradient_caches import gradient_caches, spread
-from mlxrl.policy.head import Trunk, split_head
+from mlxrl.policy.head import Trunk, blocks_of, split_head
 from mlxrl.policy.under_gradient import under_gradient
 
 # Two passes cost more than one of as many tokens: rows share where that leaves at most this part of them.
@@ -113,28 +113,31 @@ def read(model: nn.Module, trunk: Trunk, rows: Rows, reading: Reading) -> tuple[
 def shares_prefixes(model: nn.Module) -> bool:
     """Whether rows of `model` may share what they begin with: its caches allow it, and no dropout acts.
 
-    On the first call for a model its hidden states over a few tokens, read in two passes, are compared with those of
-    whole rows. Dropout draws masks for each row, which rows that share could not have.
+    On the first call for a model, and again once its blocks are checkpointed or no longer are, its hidden states over a
+    few tokens, read in two passes, are compared with those of whole rows. Dropout draws masks for each row, which rows
+    that share could not have.
 
     Args:
         model: an mlx-lm causal language model.
     """
-    if draws_dropout(model):
+    if draws_dropout(model) or vars(model).get("_reads_whole_rows"):
         return False
-    if not hasattr(model, "_prefixes_are_shareable"):
-        object.__setattr__(model, "_prefixes_are_shareable", _verified(model))
-    return bool(model._prefixes_are_shareable)
+    verdicts: dict[tuple[type, ...], bool] = vars(model).setdefault("_prefixes_are_shareable", {})
+    classes = tuple(map(type, blocks_of(model)))
+    if classes not in verdicts:
+        verdicts[classes] = _verified(model)
+    return verdicts[classes]
 
 
 @contextmanager
 def whole_rows(model: nn.Module) -> Iterator[None]:
     """Within the context every row of `model` is read whole, whatever others begin with."""
-    shareable = shares_prefixes(model)
-    object.__setattr__(model, "_prefixes_are_shareable", False)
+    outer = vars(model).get("_reads_whole_rows", False)
+    vars(model)["_reads_whole_rows"] = True
     try:
         yield
     finally:
-        object.__setattr__(model, "_prefixes_are_shareable", shareable)
+        vars(model)["_reads_whole_rows"] = outer
 
 
 def _verified(model: nn.Module) -> bool:
