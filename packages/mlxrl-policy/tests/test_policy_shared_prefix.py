@@ -143,6 +143,7 @@ def test_recomputed_blocks_run_both_passes_again(policy, groups):
     gradient(model, lambda: score(model, tokens, mask).logprobs)
     assert CountedMLP.calls == 4
     checkpoint_blocks(model, enabled=False)
+    shares_prefixes(model)
     CountedMLP.calls = 0
     gradient(model, lambda: score(model, tokens, mask).logprobs)
     assert CountedMLP.calls == 2
