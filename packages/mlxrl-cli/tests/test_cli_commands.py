@@ -278,6 +278,15 @@ def test_each_reason_of_a_failure_is_printed_once_a_run_with_the_users_line(tmp_
     assert output[first + 1] == said
 
 
+def test_what_was_measured_on_no_row_is_a_dash_and_not_a_zero(tmp_path):
+    (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0 for _ in completions]\n")
+    options = ["--set", 'rewards=[{name="mine.py:same"}]', "--set", "eval.tasks=0"]
+    output = cli("train", "--steps", 2, "--output", "run", *TINY, *options, folder=tmp_path).splitlines()
+    first, second = (line for line in output if line.startswith("step "))
+    assert re.search(r"entropy \d\.\d{3}  ", first)  # the first step scores every row
+    assert "entropy     -  " in second
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

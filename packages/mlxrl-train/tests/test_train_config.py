@@ -165,6 +165,10 @@ BAD = {
         "[optimizer]\nend_learning_rate = 1e-6",
         r"optimizer: end_learning_rate = 1e-06 has no effect on a constant schedule; set schedule = .*'\.",
     ),
+    "a schedule that rises": (
+        '[optimizer]\nschedule = "linear"\nend_learning_rate = 1.0',
+        r"optimizer: end_learning_rate = 1\.0 is above learning_rate = 5e-05, and a schedule falls; lower it\.",
+    ),
     "jsonl without data": (
         'env_name = "jsonl"',
         r"env_name = 'jsonl' needs \[data\] with a path; name the file of tasks\.",
@@ -661,5 +665,7 @@ def test_fields_that_cannot_act_in_a_run_are_told(values, rooms):
     unknown = {"mood": "glad", "messages_": 1}  # the template of the tiny model has messages and add_generation_prompt
     assert told(values(chat_template_kwargs=unknown)) == ["chat_template_kwargs.mood", "chat_template_kwargs.messages_"]
     assert told(values(chat_template_kwargs={"chat_template": "{{ mood }}", "mood": "glad"})) == []
+    assert told(values(optimizer={"warmup_steps": 2, "schedule": "linear"}, steps=2)) == ["optimizer.warmup_steps"]
+    assert told(values(optimizer={"warmup_steps": 2, "schedule": "linear"}, steps=3)) == []
     wired_limit_acts = mx.metal.is_available()
     assert told(values(iogpu_wired_limit_mb=100)) == ([] if wired_limit_acts else ["iogpu_wired_limit_mb"])

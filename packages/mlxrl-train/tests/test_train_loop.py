@@ -88,6 +88,9 @@ def test_a_policy_that_blows_up_stops_the_run_after_five_steps_with_what_to_do(v
     broken = {row["step"] for row in rollouts if None in row["segments"][0]["sampler_logprobs"]}
     assert sorted(broken) == [row["step"] for row in metrics][-5:]
     assert metrics[0]["grad_norm"] > 0
+    assert [row["nonfinite_samples"] for row in metrics][-5:] == [6] * 5
+    why = [event["reason"] for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "skipped"]
+    assert why[-5:] == ["6 trajectories have log-probs that are not finite"] * 5
 
 
 def test_steps_with_a_gradient_that_is_not_finite_are_counted_until_a_finite_one(values, tmp_path, monkeypatch):
@@ -101,6 +104,7 @@ def test_steps_with_a_gradient_that_is_not_finite_are_counted_until_a_finite_one
     metrics, events = (lines(tmp_path / "run" / f"{name}.jsonl") for name in ("metrics", "events"))
     assert [(row["grad_norm"], row["skipped"], row["nonfinite"]) for row in metrics] == [(None, 1, 1)] * 5
     assert [(row["step"], row["event"]) for row in events] == [(step, "skipped") for step in range(1, 6)]
+    assert {row["reason"] for row in events} == {"the loss or its gradient is not finite"}
 
 
 def test_a_finite_step_between_others_starts_the_count_again(values, tmp_path, monkeypatch):
@@ -187,7 +191,7 @@ def test_rows_that_teach_nothing_are_scored_in_the_steps_that_score_all(
         assert (metrics["forwards/old"], metrics["forwards/score"]) == ((1, 2) if full else (0, 0))
         assert len(passes) == (3 if full else 0)
         assert (metrics["scored_rows"], metrics["scored_share"]) == ((12, 1) if full else (0, 0))
-        assert (metrics["entropy"] > 0) == full
+        assert (metrics["entropy"] > 0) if full else math.isnan(metrics["entropy"])
         assert metrics["skipped"] == 2
 
 
@@ -207,7 +211,8 @@ def test_rewards_that_never_differ_train_nothing(values, tmp_path):
     for name, value in tree_flatten(start.trainable_parameters()):
         assert (saved[name] == value).all(), name
     assert [(row["skipped"], row["nonfinite"]) for row in result.metrics] == [(1.0, 0.0)] * 2
-    assert [row["event"] for row in lines(tmp_path / "run" / "events.jsonl")] == ["skipped", "skipped"]
+    events = [(row["event"], row["reason"]) for row in lines(tmp_path / "run" / "events.jsonl")]
+    assert events == [("skipped", "no row had anything to teach")] * 2
 
 
 def test_the_step_metrics_of_an_algorithm_and_the_loss_of_the_world_model_are_logged(rooms):

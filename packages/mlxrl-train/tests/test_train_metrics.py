@@ -40,6 +40,7 @@ def test_the_numbers_of_a_rollout_are_those_counted_by_hand(episode):
             "completions/clipped_ratio": 1 / 5,
             "num_turns": (2 + 1 + 1 + 1 + 2) / 5,
             "failed": 1,
+            "nonfinite_samples": 0,
             "num_tokens": 25,
             "rewards/f/mean": 1.5 / 4,
             "rewards/g/mean": 3 / 2,  # of the two that did not abstain
@@ -111,7 +112,16 @@ def test_steps_on_one_batch_are_averaged_their_maxima_taken_and_their_counts_sum
         "scored_share": 0.75,
     }
     # two updates that blew up in opposite directions have no mean
-    assert math.isnan(mean_metrics([{"loss": math.inf}, {"loss": -math.inf}])["loss"])
+    blown = [{"loss": loss, "scored_rows": 1.0} for loss in (math.inf, -math.inf)]
+    assert math.isnan(mean_metrics(blown)["loss"])
+
+
+def test_what_is_measured_is_the_mean_of_the_updates_that_scored_rows():
+    nothing = {"entropy": math.nan, "sampling_logp_difference/max": math.nan, "scored_rows": 0.0}
+    something = [{"entropy": e, "sampling_logp_difference/max": e, "scored_rows": 2.0} for e in (1.0, 2.0)]
+    combined = mean_metrics([nothing, something[0], nothing, something[1]])
+    assert combined == {"entropy": 1.5, "sampling_logp_difference/max": 2.0, "scored_rows": 4.0}
+    assert math.isnan(mean_metrics([nothing, nothing])["entropy"])
 
 
 @pytest.mark.parametrize(("limits", "passes"), [({}, 1), ({"max_rows": 1}, 3), ({"max_tokens": 19}, 2)])

@@ -1,5 +1,6 @@
 """What a run shows: a live view on a terminal, plain lines elsewhere."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,7 +126,7 @@ class LiveView(PlainView):
             "length", f"{latest['completions/mean_length']:.1f}", f"{latest['completions/clipped_ratio']:.0%} cut off"
         )
         table.add_row("speed", f"{latest['tokens_per_second']:.0f}", "tokens/s in rollouts")
-        table.add_row("entropy", f"{latest['entropy']:.3f}", f"gradient norm {latest['grad_norm']:.3f}")
+        table.add_row("entropy", measured(latest["entropy"]), f"gradient norm {latest['grad_norm']:.3f}")
         if latest["failed"]:
             table.add_row("failed", f"{latest['failed']:.0f}", "trajectories; see events.jsonl")
         return table
@@ -177,10 +178,15 @@ def step_line(config: TrainConfig, metrics: dict[str, float], seconds_left: floa
     failed = f"  failed {metrics['failed']:.0f}" if metrics["failed"] else ""
     return (
         f"step {metrics['step']:>4.0f}/{config.steps}  reward {metrics['reward']:6.3f}  "
-        f"length {metrics['completions/mean_length']:6.1f}  entropy {metrics['entropy']:.3f}  "
+        f"length {metrics['completions/mean_length']:6.1f}  entropy {measured(metrics['entropy'])}  "
         f"kl {metrics['kl']:.4f}  grad {metrics['grad_norm']:.3f}  {metrics['tokens_per_second']:6.0f} tok/s  "
         f"{metrics['time/step']:5.2f} s  left {clock(seconds_left)}{failed}"
     )
+
+
+def measured(value: float) -> str:
+    """A number that no row may have had."""
+    return "    -" if math.isnan(value) else f"{value:.3f}"
 
 
 def summary(view: PlainView, result: TrainResult) -> str:

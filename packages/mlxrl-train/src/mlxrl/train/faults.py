@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mlxrl.env import Message, as_messages
 from mlxrl.rollout import Trajectory
 from mlxrl.train.config import TrainConfig
@@ -29,7 +27,7 @@ MOST_SHOWN = 80
 
 def count_faults(state: RunState, step: Step) -> None:
     """Count the steps in a row that were not finite, that kept no group, that scored nothing, that a reward failed."""
-    finite = _finite(step.metrics, step.groups.sampled)
+    finite = _why_not_finite(step.metrics) is None
     state.nonfinite_in_a_row = 0 if finite else state.nonfinite_in_a_row + 1
     state.uninformative_in_a_row = 0 if step.groups.kept else state.uninformative_in_a_row + 1
     scored = any(trajectory.reward is not None for trajectory in step.groups.sampled)
@@ -70,7 +68,8 @@ def fault_events(step: Step) -> list[dict[str, Any]]:
     number, metrics = int(step.metrics["step"]), step.metrics
     events = failure_events(number, step.groups.sampled, step.groups.reward_log)
     if metrics["skipped"]:
-        skipped = {"updates": metrics["skipped"], "grad_norm": metrics["grad_norm"]}
+        reason = _why_not_finite(metrics) or ("no row had anything to teach" if step.batch else "no group was kept")
+        skipped = {"updates": metrics["skipped"], "grad_norm": metrics["grad_norm"], "reason": reason}
         events.append({"step": number, "event": "skipped", **skipped})
     return events
 
@@ -137,8 +136,10 @@ def _shown(messages: Sequence[Message]) -> str:
     return repr(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ...")
 
 
-def _finite(metrics: Metrics, trajectories: Sequence[Trajectory]) -> bool:
-    if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-        return False
+def _why_not_finite(metrics: Metrics) -> str | None:
     # a policy that is no number draws one token for ever: its rewards are constant, and it has no gradient at all
-    return all(np.isfinite(segment.sampler_logprobs).all() for t in trajectories for segment in t.segments)
+    if metrics["nonfinite_samples"]:
+        return f"{metrics['nonfinite_samples']:.0f} trajectories have log-probs that are not finite"
+    if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        return "the loss or its gradient is not finite"
+    return None

@@ -23,6 +23,12 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum, template: str |
     one_turn = "has no effect in episodes of one turn"
     one_row = "has no effect when rollout_mode is 'sequential'"
     found = [
+        (
+            config.optimizer.warmup_steps >= config.steps,
+            "optimizer.warmup_steps",
+            f"= {config.optimizer.warmup_steps} lasts as long as the run of steps = {config.steps}, so that neither "
+            "learning_rate nor schedule comes to act; lower it",
+        ),
         (config.iogpu_wired_limit_mb and not mx.metal.is_available(), "iogpu_wired_limit_mb", "acts on Metal only"),
         (sequential and rollout.width != defaults.width, "rollout.width", one_row),
         (sequential and rollout.kv_budget_gb, "rollout.kv_budget_gb", one_row),

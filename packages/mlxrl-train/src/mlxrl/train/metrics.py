@@ -13,6 +13,8 @@ from mlxrl.train.reward_calls import NamedReward
 from mlxrl.train.rewards import ENVIRONMENT, RewardLog
 
 Metrics = dict[str, float]
+# Of the optimizer steps on a batch: what is measured on the rows they score, and what is counted.
+MEASURED = ("ratio", "clip_ratio", "entropy", "sampling_logp_difference/mean", "sampling_logp_difference/max")
 COUNTS = ("skipped", "nonfinite", "scored_rows", "forwards/score")
 
 
@@ -22,10 +24,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
     Returns:
         reward and reward_std over all trajectories with a reward, rewards/NAME/mean, frac_reward_zero_std (share of
         groups whose rewards are all equal), completions/mean_length and /min_length and /max_length (sampled tokens of
-        a trajectory), completions/clipped_ratio (share that a token limit ended), num_turns, failed, num_tokens. Where
-        the environment rewards by itself also success_rate (share of trajectories that `succeeded`),
-        invalid_action_rate (share of turns whose info has "invalid_action", as True or a number that is not 0) and
-        observation_cut_rate (share of turns whose observation was cut to max_observation_len).
+        a trajectory), completions/clipped_ratio (share that a token limit ended), num_turns, failed, nonfinite_samples
+        (trajectories with a log-prob that is no number: the policy is broken), num_tokens. Where the environment
+        rewards by itself also success_rate (share of trajectories that `succeeded`), invalid_action_rate (share of
+        turns whose info has "invalid_action", as True or a number that is not 0) and observation_cut_rate (share of
+        turns whose observation was cut to max_observation_len).
     """
     scored = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     lengths = [trajectory.num_sampled for trajectory in trajectories]
@@ -44,6 +47,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
         "completions/clipped_ratio": mean([float(trajectory.truncated) for trajectory in trajectories]),
         "num_turns": mean([len(trajectory.turns) for trajectory in trajectories]),
         "failed": float(sum(trajectory.failed for trajectory in trajectories)),
+        "nonfinite_samples": float(sum(not _has_finite_logprobs(trajectory) for trajectory in trajectories)),
         "num_tokens": float(sum(lengths)),
     }
     if any(reward.name == ENVIRONMENT for reward in rewards):
@@ -72,10 +76,14 @@ def cost_metrics(costs: Sequence[RolloutStats]) -> Metrics:
 
 
 def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
-    """Each metric over several optimizer steps on one batch: the mean, of a `/max` the largest, of a count the sum."""
+    """Each metric over several optimizer steps on one batch: the mean, of a `/max` the largest, of a count the sum.
+
+    What is measured on scored rows is that of the steps that had some.
+    """
     combined: Metrics = {}
+    scoring = [step for step in steps if step["scored_rows"]] or steps
     for name in steps[0]:
-        values = [step[name] for step in steps]
+        values = [step[name] for step in (scoring if name in MEASURED else steps)]
         if name.endswith("/max"):
             combined[name] = max(values)
         elif name in COUNTS:
@@ -100,6 +108,10 @@ def succeeded(trajectory: Trajectory) -> bool:
     """Whether the environment itself, and no limit of turns or tokens, ended it with a positive last reward."""
     ended = not trajectory.failed and trajectory.stop_reason in (StopReason.stop, StopReason.env_done)
     return ended and trajectory.turns[-1].reward > 0
+
+
+def _has_finite_logprobs(trajectory: Trajectory) -> bool:
+    return all(np.isfinite(segment.sampler_logprobs).all() for segment in trajectory.segments)
 
 
 def _says_invalid(info: Mapping[str, object]) -> bool:

@@ -74,6 +74,11 @@ class OptimizerConfig(Section):
                 f"end_learning_rate = {self.end_learning_rate} has no effect on a constant schedule; "
                 "set schedule = 'linear' or 'cosine'"
             )
+        if self.end_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"end_learning_rate = {self.end_learning_rate} is above learning_rate = {self.learning_rate}, and a "
+                "schedule falls; lower it"
+            )
         return self
 
 

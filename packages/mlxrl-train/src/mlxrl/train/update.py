@@ -86,7 +86,8 @@ def optimizer_step(
         loss, policy_loss, kl, grad_norm, ratio, clip_ratio, entropy, sampling_logp_difference/mean and /max,
         scored_rows, scored_share (of the rows that count in the loss), forwards/score (micro-batches that went through
         the model), skipped, nonfinite, and with echo_alpha loss_echo and echo_accuracy (share of the ECHO tokens
-        that were the likeliest); means are over the ACTION tokens of the scored rows.
+        that were the likeliest); ratio, clip_ratio, entropy and sampling_logp_difference are over the ACTION tokens of
+        the scored rows, NaN where there are none.
     """
     if use_checkpoint is not None:
         checkpoint_blocks(model, enabled=use_checkpoint)
@@ -282,7 +283,7 @@ def _means(sums: list[_Sums[float]]) -> Metrics:
     tokens = sum(part.tokens for part in sums)
 
     def mean(name: str) -> float:
-        return sum(getattr(part, name) for part in sums) / tokens if tokens else 0.0
+        return sum(getattr(part, name) for part in sums) / tokens if tokens else math.nan  # of nothing
 
     return {
         "policy_loss": sum(part.policy_loss for part in sums),
@@ -291,5 +292,5 @@ def _means(sums: list[_Sums[float]]) -> Metrics:
         "clip_ratio": mean("clipped"),
         "entropy": mean("entropy"),
         "sampling_logp_difference/mean": mean("difference"),
-        "sampling_logp_difference/max": max((part.largest_difference for part in sums), default=0.0),
+        "sampling_logp_difference/max": max((part.largest_difference for part in sums), default=math.nan),
     }
