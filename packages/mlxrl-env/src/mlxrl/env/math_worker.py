@@ -12,7 +12,10 @@ MATH_VERIFY: Any = importlib.import_module("math_verify")  # whose types are not
 
 
 def main() -> None:
-    """Answer every line [expected, found] with true or false, or with null where what is expected cannot be read."""
+    """Answer every line [expected, [found, ...]] with whether one of what was found is right, or with null.
+
+    The answer is null where what is expected cannot be read.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the library prints is no answer
     answers.write("true\n")
@@ -21,8 +24,8 @@ def main() -> None:
         expected, found = json.loads(line)
         # without its own timeouts, whose alarms answer wrongly where they cannot ring
         gold = MATH_VERIFY.parse(expected, parsing_timeout=None)
-        guess = MATH_VERIFY.parse(found, parsing_timeout=None)
-        right = MATH_VERIFY.verify(gold, guess, timeout_seconds=None) if gold else None
+        guesses = (MATH_VERIFY.parse(text, parsing_timeout=None) for text in found)
+        right = any(MATH_VERIFY.verify(gold, guess, timeout_seconds=None) for guess in guesses) if gold else None
         answers.write(json.dumps(right) + "\n")
         answers.flush()
 

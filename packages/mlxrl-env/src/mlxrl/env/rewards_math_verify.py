@@ -23,7 +23,8 @@ class MathReward:
     r"""1 where the completion's answer equals the column `answer`, and 0 elsewhere.
 
     With math-verify (`pip install "mlxrl-env[math]"`) 2(x + 1) is 2x + 2 and sets, intervals and matrices are read;
-    without it, the two are compared as `math_match` does. The comparison runs in processes of its own, and a row for
+    without it, the two are compared as `math_match` does. Where nothing in a completion is marked as its answer, what
+    math-verify finds in it may be the answer, or all of it. The comparison runs in processes of its own, and a row for
     which it takes too long fails. A row whose answer is None, blank or unreadable is not scored (None); a truncated
     trajectory gets 0.
 
@@ -75,7 +76,7 @@ class MathReward:
                 rewards[row] = None
             elif completion.strip() and (trajectories is None or is_whole(trajectories[row])):
                 asked.append(row)
-        verdicts = self._pool.ask([(_boxed(str(answer[row])), _answer(completions[row])) for row in asked])
+        verdicts = self._pool.ask([(_boxed(str(answer[row])), _readings(completions[row])) for row in asked])
         for row, verdict in zip(asked, verdicts, strict=True):
             rewards[row] = verdict if verdict is None or isinstance(verdict, WorkerError) else float(verdict)
         return rewards
@@ -86,6 +87,7 @@ def _boxed(text: str) -> str:
     return rf"\boxed{{{marked_answer(text).strip().strip('$')}}}"
 
 
-def _answer(completion: str) -> str:
-    """The marked answer of a completion, or all of it for math-verify to look through."""
-    return completion if marked_answer(completion) == completion else _boxed(completion)
+def _readings(completion: str) -> list[str]:
+    """The marked answer of a completion; without one, all of it: to look through, and as the answer."""
+    boxed = _boxed(completion)
+    return [completion, boxed] if marked_answer(completion) == completion else [boxed]
