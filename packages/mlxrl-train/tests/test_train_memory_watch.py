@@ -87,9 +87,13 @@ def limit_now():
 
 
 def test_mlx_keeps_to_the_plan_where_memory_is_scarce_and_is_free_again_afterwards():
-    before, scarce, ample = limit_now(), plan(GB), plan(1000 * GB)
+    before, ample = limit_now(), plan(1000 * GB)
+    needed = ample.estimate.mlx_peak
+    scarce, too_little = plan(1.5 * needed), plan(0.5 * needed)
     with planned_memory(scarce):
-        assert limit_now() == int(1.1 * scarce.estimate.mlx_peak)
+        assert limit_now() == int(1.1 * needed)
+    with planned_memory(too_little):
+        assert limit_now() == int(0.5 * needed)
     with planned_memory(ample):
         assert limit_now() == 500 * GB
     with pytest.raises(KeyError), planned_memory(scarce):

@@ -1,6 +1,7 @@
 """The memory plan of a config: read from config.json alone, and its proposals make a config that fits."""
 
 import json
+import sys
 from typing import Any
 
 import mlx.core as mx
@@ -122,6 +123,15 @@ def test_the_plan_reads_how_wide_a_rollout_is():
     assert make_plan(
         make_config(base | {"max_observation_len": 9}), max_turns=3, available_bytes=GB
     ).run.sequence_length == (512 + 3 * 256 + 2 * 9)
+
+
+def test_a_row_is_as_long_as_the_model_was_made_for_unless_the_config_says_otherwise(tiny):
+    endless = {"model_id": str(tiny), "max_completion_len": 64, "max_prompt_len": 64}  # made for 1,024 tokens
+    longest = [
+        make_plan(make_config(endless | fields), max_turns=sys.maxsize, available_bytes=GB).run.sequence_length
+        for fields in ({}, {"rollout": {"max_context": 300}}, {"rollout": {"max_context": 4000}})
+    ]
+    assert longest == [1024, 300, 4000]
 
 
 def test_auto_plans_with_the_copy_where_it_fits_and_without_it_where_it_does_not():

@@ -31,7 +31,7 @@ def plan_to_watch(config: TrainConfig, *, max_turns: int, available_bytes: int |
 
 @contextmanager
 def planned_memory(plan: Plan | None) -> Iterator[None]:
-    """Within the context MLX does not launch further ahead than the memory goes that was planned, or half of all.
+    """Within the context MLX launches no further ahead than the planned memory, or half of what there is, goes.
 
     A GPU's host launches faster than the device computes, and each launch holds its arrays until it has run: an update
     that needs 10 GB then takes 26. With a limit MLX waits for the device instead, and takes more only where it must.
@@ -42,7 +42,8 @@ def planned_memory(plan: Plan | None) -> Iterator[None]:
     if plan is None:
         yield
         return
-    before = mx.set_memory_limit(int(max(LAUNCHING_AHEAD * plan.estimate.mlx_peak, plan.fit.budget / 2)))
+    planned, budget = LAUNCHING_AHEAD * plan.estimate.mlx_peak, plan.fit.budget
+    before = mx.set_memory_limit(int(max(min(planned, budget), budget / 2)))
     try:
         yield
     finally:

@@ -59,12 +59,14 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
         ConfigError: the model's config.json cannot be had or understood.
     """
     try:
-        model = adapted(ModelShape.from_config(model_config(config.model_id)).on(memory_backend()), config)
+        fields = model_config(config.model_id)
+        model = adapted(ModelShape.from_config(fields).on(memory_backend()), config)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(f"model_id = {config.model_id!r}: {error}") from error
-    run = run_shape(config, max_turns=config.max_turns or max_turns)
+    context = config.rollout.max_context or fields.get("max_position_embeddings")
+    run = run_shape(config, max_turns=config.max_turns or max_turns, max_context=context)
     budget = device_memory() if available_bytes is None else available_bytes
     if config.rollout.weights == "auto" and estimate(model, run).peak > budget:
         run = replace(run, has_merged_copy=False)
@@ -99,8 +101,8 @@ def adapted(model: ModelShape, config: TrainConfig) -> ModelShape:
     )
 
 
-def run_shape(config: TrainConfig, *, max_turns: int) -> RunShape:
-    """The part of a config that memory depends on."""
+def run_shape(config: TrainConfig, *, max_turns: int, max_context: int | None) -> RunShape:
+    """The part of a config that memory depends on, with what environment and model leave open in it."""
     rows = config.groups_per_step * config.group_size
     return RunShape(
         max_prompt_len=config.max_prompt_len,
@@ -109,7 +111,7 @@ def run_shape(config: TrainConfig, *, max_turns: int) -> RunShape:
         groups_per_step=config.groups_per_step,
         max_turns=max_turns,
         max_observation_len=config.max_observation_len or (config.max_prompt_len if max_turns > 1 else 0),
-        max_context=config.rollout.max_context,
+        max_context=max_context,
         rollout_width=1 if config.rollout_mode == "sequential" else min(config.rollout.width, rows),
         kv_budget_bytes=config.rollout.cache_bytes,
         has_merged_copy=config.rollout.weights != "shared",
