@@ -220,19 +220,40 @@ def test_a_row_that_hangs_fails_and_its_thread_is_left_behind(episode):
         thread.join()
 
 
-def test_after_three_rows_that_hang_the_others_fail_unasked(episode):
-    release, asked = threading.Event(), []
+def ask_hanging(episode, groups, hangs):
+    """The rows that a function was asked for one by one, and what went wrong; it hangs where `hangs(group, sample)`."""
+    release, asked, log = threading.Event(), [], RewardLog()
 
-    def hung(trajectories):
-        asked.append([t.sample_index for t in trajectories])
-        release.wait()
+    def hanging(trajectories):
+        asked.append([(t.group_id, t.sample_index) for t in trajectories])
+        if any(hangs(*row) for row in asked[-1]):
+            release.wait()
+        return [1.0 for _ in trajectories]
 
-    log = RewardLog()
-    score_rewards([episode(0, (2,), seed=n) for n in range(6)], [NamedReward("f", 1.0, hung, timeout=0.05)], log)
+    rows = [episode(group, (2,), seed=sample) for group in range(groups) for sample in range(4)]
+    scored = score_rewards(rows, [NamedReward("f", 1.0, hanging, timeout=0.05)], log)
     release.set()
-    assert asked == [[0, 1, 2, 3, 4, 5], [0], [1], [2]]
-    assert [fault.rows for fault in log.faults] == [((0, 0), (0, 1), (0, 2)), ((0, 3), (0, 4), (0, 5))]
-    assert log.faults[1].reason == "was not asked for this row after 3 others took longer than their time"
+    assert len(asked[0]) == len(rows)
+    return [row for (row,) in asked[1:]], log.faults, [t.reward for t in scored]
+
+
+def test_a_group_that_hangs_costs_its_own_rows_alone(episode):
+    asked, faults, rewards = ask_hanging(episode, 3, lambda group, sample: group == 1)
+    # of group 1 two rows hang, and two are not asked for
+    assert asked == [*((0, n) for n in range(4)), (1, 0), (1, 1), *((2, n) for n in range(4))]
+    assert rewards == [1.0] * 4 + [None] * 4 + [1.0] * 4
+    assert [fault.rows for fault in faults] == [((1, 0), (1, 1)), ((1, 2), (1, 3))]
+    assert faults[1].reason == "was not asked for this row after 2 of its group took longer than their time"
+
+
+def test_after_six_rows_that_hang_the_others_fail_unasked(episode):
+    asked, faults, _ = ask_hanging(episode, 5, lambda group, sample: sample != 1)
+    # of each group samples 0 and 2; the last group is not asked, and neither are samples 3 of those before
+    assert asked == [(group, sample) for group in range(3) for sample in range(3)]
+    reasons = [fault.reason for fault in faults]
+    assert reasons[2] == "was not asked for this row after 6 others took longer than their time"
+    # sample 3 of group 2, and groups 3 and 4
+    assert [len(fault.rows) for fault in faults] == [6, 2, 9]
 
 
 @pytest.mark.parametrize("timeout", [0.0, 30.0])

@@ -5,6 +5,7 @@ import inspect
 import queue
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +18,9 @@ from mlxrl.rollout import Trajectory
 
 # Beyond it, squares of rewards leave the range in which group statistics are exact.
 LARGEST_REWARD = 1e9
-# Rows that may hang when a batch is asked for row by row; those after them fail unasked, or a step might take hours.
-MAX_HUNG = 3
+# Rows that may hang when a batch is asked for row by row, of one group and of all; those after them fail unasked, or a
+# step might take hours. One row may hang by what it says, two of a group by their task.
+MAX_HUNG_OF_GROUP, MAX_HUNG = 2, 6
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class OverrunError(Exception):
 def ask(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Answers:
     """Have a function score rows, in one call; only where that raises or overruns is each row asked for alone.
 
+    A group of which two rows overrun is asked no more, and after six such rows none is: a function takes at most seven
+    times its timeout, besides what calls take that return.
+
     Args:
         reward: the function.
         trajectories: at least one.
@@ -69,13 +74,18 @@ def ask(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Answers:
     together = _ask_once(reward, trajectories)
     if together.raised is None or len(trajectories) == 1:
         return together
-    answers, hung = Answers([]), 0
+    answers, hung = Answers([]), Counter[int]()
     for row, trajectory in enumerate(trajectories):
-        if hung < MAX_HUNG:
-            alone = _ask_once(reward, [trajectory])
-            hung += isinstance(alone.raised, OverrunError)
+        group = trajectory.group_id
+        if hung.total() == MAX_HUNG:
+            alone = _failed(1, f"was not asked for this row after {MAX_HUNG} others took longer than their time")
+        elif hung[group] == MAX_HUNG_OF_GROUP:
+            alone = _failed(
+                1, f"was not asked for this row after {hung[group]} of its group took longer than their time"
+            )
         else:
-            alone = _failed(1, f"was not asked for this row after {hung} others took longer than their time")
+            alone = _ask_once(reward, [trajectory])
+            hung[group] += isinstance(alone.raised, OverrunError)
         answers.values += alone.values
         if alone.reasons:
             answers.reasons[row] = alone.reasons[0]
