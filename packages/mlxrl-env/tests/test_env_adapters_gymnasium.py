@@ -145,6 +145,8 @@ def test_an_environment_that_speaks_text_is_spoken_to_in_text(gymnasium):
         ("Nothing-v1", {}, "environment 'gymnasium:Nothing-v1' cannot be had: NameNotFound: .*Nothing"),
         ("FrozenLake-v1", {"slipery": False}, "cannot be had: TypeError: .*slipery"),
         ("FrozenLake-v1", {"actions": ["up"]}, "actions must name all 4 actions, got 1: up"),
+        ("FrozenLake-v1", {"actions": "left"}, "actions must name all 4 actions, got 1: left"),
+        ("FrozenLake-v1", {"actions": [1, 2, 3, 4]}, r"actions\[0\] must be text, and not empty, got 1"),
         ("FrozenLake-v1", {"max_turns": 0}, "max_turns must be a whole number of at least 1, got 0"),
         ("FrozenLake-v1", {"invalid_penalty": -1}, "invalid_penalty must be a finite number"),
         ("Pendulum-v1", {}, "actions must be discrete or texts to be given as text, but the action space is Box"),

@@ -226,12 +226,37 @@ def test_a_function_in_a_users_file_is_found(tmp_path):
 
 def test_options_of_a_users_function_are_bound_by_its_keywords(tmp_path):
     (tmp_path / "near.py").write_text(
-        "def near(completions, *, width, **_): return [len(c) / width for c in completions]"
+        "def near(completions, *, width=1, **_): return [len(c) / width for c in completions]"
     )
     near = reward_function(f"{tmp_path}/near.py:near", width=2)
     assert near(prompts=["?"], completions=["four"], answer=["x"]) == [2.0]
     with pytest.raises(ValueError, match=r"unknown option of reward '.*near': 'widht'; did you mean 'width'\?"):
         reward_function(f"{tmp_path}/near.py:near", widht=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("numeric", {"answer": "5"}, "reward 'numeric': 'answer' is no option, but a column; data.columns"),
+        ("numeric", {"completion_ids": 1}, "'completion_ids' is no option, but what every reward function gets; leave"),
+        ("numeric", {"anwser": "5"}, r"unknown option of reward 'numeric': 'anwser' \(known: none\)"),
+        ("mine", {"answer": "5"}, "'answer' is no option, but a column; data.columns"),
+        ("mine", {"completions": []}, "'completions' is no option"),
+        ("mine", {"prompts": []}, "'prompts' is no option"),
+        ("mine", {"widht": 5}, r"'widht'; did you mean 'width'\? \(known: width\)"),
+        ("math", {"answer": "5"}, r"unknown option of reward 'math': 'answer' \(known: comparison, seconds\)"),
+    ],
+)
+def test_options_never_take_the_place_of_what_a_function_scores(tmp_path, name, options, words):
+    (tmp_path / "mine.py").write_text("def mine(completions, answer, prompts=None, width=1): return [width]")
+    with pytest.raises(ValueError, match=words):
+        reward_function(f"{tmp_path}/mine.py:mine" if name == "mine" else name, **options)
+
+
+def test_a_function_that_cannot_be_called_by_keyword_is_refused_when_it_is_loaded(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(prompts, completions, answer, /): return [1.0]")
+    with pytest.raises(TypeError, match=r"mine.py:mine' takes 'prompts' by position alone, .*; remove the '/'"):
+        reward_function(f"{tmp_path}/mine.py:mine")
 
 
 def test_an_unknown_name_is_refused_with_the_alternatives():

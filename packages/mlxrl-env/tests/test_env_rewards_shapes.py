@@ -85,6 +85,8 @@ def test_regex_finds_a_pattern_anywhere(completion, options, reward):
         ("anything", " ", {}, None),
         ("a and b", None, {"texts": ["a", "b"]}, 1.0),
         ("a and c", None, {"texts": ["a", "b"]}, 0.0),
+        ("yes", None, {"texts": "yse"}, 0.0),  # one text, and not its letters
+        ("yes", None, {"texts": "yes"}, 1.0),
         ("STRASSE", None, {"texts": ["stra\N{LATIN SMALL LETTER SHARP S}e"], "ignore_case": True}, 1.0),
     ],
 )
@@ -184,7 +186,18 @@ REFUSED = {
     "no letter": ("choice", {"letters": "A1"}, "letters must be letters, each another, got 'A1'"),
     "no pattern": ("regex", {}, r"reward 'regex' needs the option 'pattern'; set it under \[\[rewards\]\] options"),
     "a broken pattern": ("regex", {"pattern": "("}, r"pattern must be a regular expression, got '\(': missing"),
-    "an empty text": ("contains", {"texts": ["a", ""]}, "texts must be text, and not empty, got ''"),
+    "an empty text": ("contains", {"texts": ["a", ""]}, r"texts\[1\] must be text, and not empty, got ''"),
+    "texts that are a number": (
+        "contains",
+        {"texts": 5},
+        "reward 'contains': texts must be a text or a list of texts, got 5",
+    ),
+    "a broken form": (
+        "format",
+        {"pattern": "("},
+        r"reward 'format': pattern must be a regular expression, got '\(': missing",
+    ),
+    "a form that is none": ("format", {"pattern": 5}, "reward 'format': pattern must be text, and not empty, got 5"),
     "a misspelt option": (
         "length",
         {"targte": 3},

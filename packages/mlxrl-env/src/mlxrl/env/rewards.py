@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
 from mlxrl.env.builders import checked_options
+from mlxrl.env.dataset import RESERVED
 from mlxrl.env.names import is_reference, load_object, unknown
 from mlxrl.env.rewards_answer import answer_tag, exact_match, numeric_match
 from mlxrl.env.rewards_choice import choice_reward
@@ -81,16 +82,21 @@ def reward_function(name: str, **options: Any) -> RewardFunction:
 
     Args:
         name: one of `reward_names()`, or a user's own "path/to/file.py:function" or "package.module:function".
-        options: the function's options. A user's own function gets them by keyword and must name them.
+        options: the function's options. Those of a user's own function are its named parameters with a default,
+            which it gets by keyword.
 
     Raises:
         ValueError: the name or an option is unknown, an option is missing or out of range, or what the name refers to
             cannot be found.
-        TypeError: what it refers to is no function.
+        TypeError: what it refers to is no function, or one that cannot be called by keyword.
     """
     if not is_reference(name) and _spelled(name) in _BUILDERS:
         builder = _BUILDERS[_spelled(name)]
-        return builder(**checked_options(f"reward {name!r}", builder, options, where="[[rewards]] options"))
+        checked_options(f"reward {name!r}", builder, options, where="[[rewards]] options")
+        try:
+            return builder(**options)
+        except ValueError as error:
+            raise ValueError(f"reward {name!r}: {error}") from error
     if is_reference(name):
         function = load_object(name)
     elif _spelled(name) in _REWARDS:
@@ -100,14 +106,30 @@ def reward_function(name: str, **options: Any) -> RewardFunction:
     if not callable(function):
         raise TypeError(f"reward {name!r} must be a function, got {type(function).__name__}")
     function = cast(RewardFunction, function)
-    if not options:
-        return function
-    parameters = inspect.signature(function).parameters
-    named = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    _check_parameters(name, inspect.signature(function).parameters, options)
+    return partial(function, **options) if options else function
+
+
+def _check_parameters(name: str, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -> None:
+    """Refuses parameters that cannot be given by keyword, and options that are none."""
+    named: dict[str, inspect.Parameter] = {}
+    for key, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise TypeError(f"reward {name!r} takes {key!r} by position alone, but gets all by keyword; remove the '/'")
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and key not in RESERVED:
+            named[key] = parameter
+    known = [key for key, parameter in named.items() if parameter.default is not parameter.empty]
     for option in options:
-        if option not in named:
-            raise unknown(f"option of reward {name!r}:", option, named)
-    return partial(function, **options)
+        if option in RESERVED:
+            raise ValueError(
+                f"reward {name!r}: {option!r} is no option, but what every reward function gets; leave it out"
+            )
+        if option in named and option not in known:
+            raise ValueError(
+                f"reward {name!r}: {option!r} is no option, but a column; data.columns says which of the data's it is"
+            )
+        if option not in known:
+            raise unknown(f"option of reward {name!r}:", option, known)
 
 
 def _spelled(name: str) -> str:

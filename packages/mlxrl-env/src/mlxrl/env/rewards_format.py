@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mlxrl.env.options import check_pattern
+
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 """One <think>...</think>, then one <answer>...</answer>, and nothing else."""
 
@@ -15,8 +17,11 @@ def format_reward(pattern: str = THINK_ANSWER) -> Callable[..., list[float | Non
 
     Args:
         pattern: a regular expression, in which "." also matches line ends.
+
+    Raises:
+        ValueError: the pattern is no regular expression.
     """
-    compiled = re.compile(pattern, re.DOTALL)
+    compiled = check_pattern("pattern", pattern, re.DOTALL)
 
     def format_match(
         prompts: Sequence[Any],

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any, cast
 
-from mlxrl.env.options import check_real, check_text, check_whole
+from mlxrl.env.options import check_pattern, check_real, check_text, check_whole
 from mlxrl.env.task import as_messages
 
 TEMPLATE = """You grade an answer.
@@ -195,10 +195,7 @@ def _fields(template: str) -> list[str]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(check_text("pattern", pattern))
-    except re.error as error:
-        raise ValueError(f"pattern must be a regular expression, got {pattern!r}: {error}") from None
+    compiled = check_pattern("pattern", pattern)
     if not compiled.groups:
         raise ValueError(f"pattern must have a group for the number, got {pattern!r}; set brackets around it")
     return compiled

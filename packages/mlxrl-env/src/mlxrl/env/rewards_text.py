@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxrl.env.options import check_text
+from mlxrl.env.options import check_pattern, check_texts
 
 
 def regex_reward(pattern: str, ignore_case: bool = False) -> Callable[..., list[float | None]]:
@@ -20,10 +20,7 @@ def regex_reward(pattern: str, ignore_case: bool = False) -> Callable[..., list[
     Raises:
         ValueError: the pattern is no regular expression.
     """
-    try:
-        compiled = re.compile(check_text("pattern", pattern), re.IGNORECASE if ignore_case else 0)
-    except re.error as error:
-        raise ValueError(f"pattern must be a regular expression, got {pattern!r}: {error}") from None
+    compiled = check_pattern("pattern", pattern, re.IGNORECASE if ignore_case else 0)
 
     def regex(
         prompts: Sequence[Any],
@@ -38,17 +35,18 @@ def regex_reward(pattern: str, ignore_case: bool = False) -> Callable[..., list[
     return regex
 
 
-def contains_reward(texts: Sequence[str] = (), ignore_case: bool = False) -> Callable[..., list[float | None]]:
+def contains_reward(texts: Sequence[str] | str = (), ignore_case: bool = False) -> Callable[..., list[float | None]]:
     """Builds a reward that is 1 where the completion holds every one of some texts, and 0 elsewhere.
 
     Args:
-        texts: what it must hold; by default the row's `answer`, where a row without one is not scored.
+        texts: what it must hold, a text or several; by default the row's `answer`, and a row without one is not
+            scored.
         ignore_case: whether small and capital letters are the same.
 
     Raises:
         ValueError: one of the texts is empty or no text.
     """
-    wanted = [_folded(check_text("texts", text), ignore_case) for text in texts]
+    wanted = [_folded(text, ignore_case) for text in check_texts("texts", texts)]
 
     def contains(
         prompts: Sequence[Any],

@@ -9,7 +9,7 @@ from typing import Any, cast
 from mlxrl.env.adapters.libraries import cannot_be_had, load_library
 from mlxrl.env.adapters.seeded import NumberedSuite, number_of
 from mlxrl.env.game import ACTION_TAG, read_action
-from mlxrl.env.options import check_real, check_whole
+from mlxrl.env.options import check_real, check_texts, check_whole
 from mlxrl.env.protocol import StepResult
 from mlxrl.env.task import Message
 
@@ -38,7 +38,7 @@ def gymnasium_suite(
     eval_size: int = 50,
     max_turns: int = 20,
     invalid_penalty: float = 0.0,
-    actions: Sequence[str] = (),
+    actions: Sequence[str] | str = (),
     **parameters: Any,
 ) -> NumberedSuite:
     """Play an environment of gymnasium that can be told and acted in by text.
@@ -66,7 +66,7 @@ def gymnasium_suite(
     except Exception as error:  # of its own errors, of what the environment raises, of modules it lacks
         raise cannot_be_had(name, error) from error
     drawn = {"render_mode": "ansi"} if "ansi" in modes else {}
-    names = tuple(actions) or ACTIONS.get(_family(env_id), ())
+    names = check_texts("actions", actions) or ACTIONS.get(_family(env_id), ())
 
     def make(number: int, chance: int) -> GymnasiumEnv:
         environment = library.make(env_id, disable_env_checker=True, **parameters, **drawn)
