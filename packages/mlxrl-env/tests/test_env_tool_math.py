@@ -52,6 +52,14 @@ def test_the_opening_names_both_actions():
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 3"}}\n</tool_call>',
         '<tool>{"name": "calculator", "arguments": {"expression": "12 * 3"}}</tool>',
         "<answer>5</answer> after all <tool>12 * 3</tool>",
+        '{"name": "calculator", "arguments": "{\\"expression\\": \\"12 * 3\\"}"}',  # as JSON text
+        '<tool_call>{"name": "calculator", "arguments": "{\\"expression\\": \\"12 * 3\\"}"}',
+        "So <tool>12*3",  # the end closes it
+        "12 * 3",  # nothing else is said
+        "72 / 2",
+        "**`12*3`**.",
+        "<tool>`12*3`.</tool>",
+        "<tool>**12*3**</tool>",
     ],
 )
 def test_a_call_is_read_in_each_of_its_forms(text):
@@ -66,6 +74,7 @@ def test_a_call_is_read_in_each_of_its_forms(text):
     [
         ("2 ** 3", "a number is missing before '*'"),
         ("1 / (2 - 2)", "error: "),
+        ("12 *", "a number is missing at the end"),
         ("abs(3)", "'a' is no number"),
         ("", "a number is missing at the end"),
         ("1" * 101, "at most 100 are allowed"),
@@ -88,11 +97,21 @@ def test_a_text_that_asks_for_nothing_is_told_the_forms():
     assert observation.endswith(result.observation)
 
 
-@pytest.mark.parametrize("form", ["{}", " {} ", "{}.0", "\n{}\n"])
+@pytest.mark.parametrize("form", ["{}", " {} ", "{}.0", "\n{}\n", "{}.", "**{}**", "`{}`", '"{}."'])
 def test_the_right_answer_in_any_spelling_is_worth_1(form):
     env, observation = started()
     answer = form.format(calculate(question(observation)))
     assert env.step(f"<answer>{answer}</answer>").reward == 1.0
+    for text in (f"It is <answer>{answer}", answer):  # never closed; nothing else
+        env.reset()
+        assert env.step(text).reward == 1.0
+
+
+@pytest.mark.parametrize("text", ["12 *", "* 3", "1 2", "()", "36 is it", "It is 36", "...", "<answer>12 *</answer>"])
+def test_what_is_neither_a_number_nor_an_expression_is_invalid(text):
+    env, _ = started()
+    result = env.step(text)
+    assert (result.terminated, result.info) == (False, {"invalid_action": True})
 
 
 def test_a_wrong_answer_ends_the_episode_without_a_reward():

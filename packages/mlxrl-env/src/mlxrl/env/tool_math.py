@@ -20,7 +20,12 @@ FORMS = ("{} * {} + {}", "({} + {}) * {}", "{} * ({} - {})", "{} * {} - {} * {}"
 MOST_CALLS = 8  # of a text's JSON objects that are looked at, from the end: reading a nested one takes its time
 
 _HELP = "Use <tool>12 * 3</tool> to calculate, <answer>36</answer> to answer."
-_TAGS = re.compile(r"<(tool|tool_call|answer)>([^<>]*)</\1>", re.IGNORECASE)
+_TAGS = re.compile(
+    r"<(tool|tool_call|answer)>([^<>]*)(?:</\1>|\Z)", re.IGNORECASE
+)  # the end of the text closes a tag too
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+_EXPRESSION = re.compile(r"[-+*/()., 0-9]+")
+_AROUND = " \t\r\n\"'`"
 _CALL = re.compile(r'\{\s*"(?:name|arguments)"')
 
 
@@ -29,9 +34,10 @@ class ToolMathEnv(LevelGame):
 
     The first observation is the question, with the forms of the two actions. A calculator call is
     <tool>12 * 3</tool>, or JSON, {"name": "calculator", "arguments": {"expression": "12 * 3"}}, alone or within
-    <tool> or <tool_call>; its result comes as a chat message of role "tool". <answer>36</answer> ends the episode,
-    with reward 1 where it is right. Of several tags the last counts. A call that cannot be calculated is invalid, and
-    its message says why. A state is the set of results so far, whatever the calls.
+    <tool> or <tool_call>, where the arguments may also be the text of that object; its result comes as a chat message
+    of role "tool". <answer>36</answer> ends the episode, with reward 1 where it is right. Of several tags the last
+    counts. Without a tag, a text that is a number and nothing else is an answer, and an expression a call. A call that
+    cannot be calculated is invalid, and its message says why. A state is the set of results so far, whatever the calls.
 
     See `TextGame` for the arguments.
     """
@@ -59,10 +65,11 @@ class ToolMathEnv(LevelGame):
     def play(self, action: str) -> bool | None:
         """Calculates, or judges an answer."""
         tags = _TAGS.findall(action)
-        kind, content = tags[-1] if tags else ("tool", action)
-        if kind.lower() == "answer":
-            return self._judge(content)
-        expression = _expression_of(content) or (content if tags else None)
+        kind, content = tags[-1] if tags else ("", action)
+        bare = _undressed(content)
+        if kind.lower() == "answer" or (not kind and _NUMBER.fullmatch(bare)):
+            return self._judge(bare)
+        expression = _expression_of(content) or (bare if kind or _EXPRESSION.fullmatch(bare) else None)
         if expression is None:
             self._said = _HELP
             return None
@@ -95,16 +102,24 @@ def _reply(content: str) -> Sequence[Message]:
     return ({"role": "tool", "content": content},)
 
 
+def _undressed(text: str) -> str:
+    """A text without quotes, backticks and a full stop around it; asterisks on one side alone are signs."""
+    text = text.strip(_AROUND).rstrip(_AROUND + ".")
+    starred = text[:1] == text[-1:] == "*"
+    return text.strip(_AROUND + "*").rstrip(_AROUND + "*.") if starred else text
+
+
 def _expression_of(text: str) -> str | None:
     """The expression of the last JSON call in a text."""
     decoder = json.JSONDecoder()
     starts = [match.start() for match in _CALL.finditer(text)]
     for start in reversed(starts[-MOST_CALLS:]):
         try:
-            call: Any = decoder.raw_decode(text, start)[0]
+            arguments: Any = decoder.raw_decode(text, start)[0].get("arguments")
+            if isinstance(arguments, str):  # the usual form of an OpenAI endpoint: the text of an object
+                arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             continue
-        arguments: object = call.get("arguments")
         if isinstance(arguments, Mapping):
             expression = cast(Mapping[str, object], arguments).get("expression")
             if isinstance(expression, str):
