@@ -43,6 +43,10 @@ def late(completions, **_):
     if len(calls) > 2:
         raise KeyError("answer")
     return [float(len(c)) for c in completions]
+
+
+def nested(completion_ids, **_):
+    return [[float(len(ids))] for ids in completion_ids]
 """
 
 
@@ -100,6 +104,7 @@ def test_a_reward_that_hangs_on_a_row_of_each_group_does_not_stop_the_run(values
     [
         ("short", r"must return a list of 6 rewards, got 1", 3),
         ("late", r"raised KeyError: 'answer' \(mishaps\.py, line [0-9]+\)", 5),
+        ("nested", r"must return numbers .* got a list, for example \[[0-9]\.0\]", 3),
     ],
 )
 def test_a_reward_that_fails_on_every_row_of_three_steps_ends_the_run(values, tmp_path, mishaps, name, reason, last):
@@ -107,7 +112,10 @@ def test_a_reward_that_fails_on_every_row_of_three_steps_ends_the_run(values, tm
     rewards = [{"name": "length", "options": {"target": 4}}, mishaps(name)]
     with pytest.raises(RewardError, match=f":{name}' failed on every row in 3 steps in a row; it {reason}; mend it"):
         train(make_config(values(rewards=rewards, steps=9)))
-    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    metrics, events = (lines(tmp_path / "run" / f"{file}.jsonl") for file in ("metrics", "events"))
+    told = [event for event in events if event["event"] == "reward"]
+    assert [(event["step"], event["count"]) for event in told] == [(step, 6) for step in range(last - 2, last + 1)]
+    assert len({event["reason"] for event in told}) == 1
     assert [row[f"rewards/{rewards[1]['name']}/failed"] for row in metrics] == [0] * (last - 3) + [6] * 3
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
 
@@ -172,6 +180,6 @@ def test_failures_of_an_evaluation_are_told(values, project, tmp_path, mishaps):
     train(make_config(fields))
     evaluations, events = (lines(tmp_path / "run" / f"{name}.jsonl") for name in ("evaluations", "events"))
     # each is sample 0 of its task
-    assert [(row["failed"], row["unscored"], row["reward"]) for row in evaluations] == [(3, 3, 0.0)] * 2
+    assert [(row["failed"], row["unscored"], row["reward"]) for row in evaluations] == [(3, 3, None)] * 2
     told = [event for event in events if event.get("evaluation")]
     assert [(event["step"], event["rows"]) for event in told] == [(step, [[0, 0], [1, 0], [2, 0]]) for step in (0, 1)]

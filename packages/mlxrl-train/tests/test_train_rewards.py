@@ -126,25 +126,69 @@ def test_what_is_no_list_of_one_reward_a_row_fails_all_rows_as_one(three, values
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    ("value", "reason", "example"),
     [
-        (math.nan, NUMBERS + "nan"),
-        (math.inf, NUMBERS + "inf"),
-        (1e10, NUMBERS + "10000000000.0"),
-        (10**400, NUMBERS + "1" + "0" * 296 + "..."),
-        ("1", NUMBERS + "'1'"),
-        ([1.0], NUMBERS + "[1.0]"),
-        (1 + 0j, NUMBERS + "(1+0j)"),
-        (ValueError("no idea"), "failed: no idea"),
+        (math.nan, NUMBERS + "nan", ""),
+        (-math.inf, NUMBERS + "-inf", ""),
+        (1e10, NUMBERS + "one out of range", "10000000000.0"),
+        (10**400, NUMBERS + "one out of range", "1" + "0" * 296 + "..."),
+        ("1", NUMBERS + "a str", "'1'"),
+        ([1.0], NUMBERS + "a list", "[1.0]"),
+        (1 + 0j, NUMBERS + "a complex", "(1+0j)"),
+        (ValueError("no idea"), "failed: no idea", ""),
     ],
 )
-def test_a_value_that_is_no_reward_fails_its_row_alone(three, value, reason):
+def test_a_value_that_is_no_reward_fails_its_row_alone(three, value, reason, example):
     function, log = Recorded([1.0, value]), RewardLog()
     scored = score_rewards(three, [NamedReward("f", 1.0, function)], log)
     assert len(function.calls) == 1
     assert [(t.reward, t.failed) for t in scored[:2]] == [(1.0, False), (None, True)]
     assert (scored[2].failed, scored[2].error) == (True, f"reward 'f' {reason}")
-    assert log.faults == [RewardFault("f", reason, ((1, 0),))]
+    assert log.faults == [RewardFault("f", reason, ((1, 0),), example)]
+
+
+def nested(completion_ids):
+    return [[len(ids) / 10] for ids in completion_ids]
+
+
+def excepted(completion_ids):
+    return [ValueError(f"{len(ids)} tokens") for ids in completion_ids]
+
+
+def unread(completion_ids):
+    return [float("x" * len(ids)) for ids in completion_ids]
+
+
+def awaitables(completion_ids):
+    async def one(ids):
+        return float(len(ids))
+
+    return [one(ids) for ids in completion_ids]
+
+
+@pytest.mark.filterwarnings("error")  # nor does Python warn of what was not awaited
+@pytest.mark.parametrize(
+    ("function", "reason", "example"),
+    [
+        (nested, NUMBERS + "a list", "[0.1]"),
+        (excepted, "failed with ValueError", "1 tokens"),
+        (unread, r"raised ValueError (test_train_rewards.py, line LINE)", "could not convert string to float: 'x'"),
+        (
+            awaitables,
+            "must return numbers, got awaitables; make the function async and return await asyncio.gather(*them)",
+            "",
+        ),
+    ],
+)
+def test_a_fault_is_one_whatever_the_values_of_its_rows(episode, function, reason, example):
+    logs, errors = (RewardLog(), RewardLog()), set()
+    for log, lengths in zip(logs, ((1, 2, 3), (4, 5)), strict=True):
+        rows = [episode(0, (length,), seed=n) for n, length in enumerate(lengths)]
+        errors |= {t.error for t in score_rewards(rows, [NamedReward("f", 1.0, function)], log)}
+    (first,), (second,) = (log.faults for log in logs)
+    reason = reason.replace("LINE", str(unread.__code__.co_firstlineno + 1))
+    assert first == RewardFault("f", reason, ((0, 0), (0, 1), (0, 2)), example)
+    assert (second.reason, errors) == (reason, {f"reward 'f' {reason}"})
 
 
 class Leaving(BaseException):
@@ -361,7 +405,7 @@ def test_what_cannot_be_put_into_words_costs_its_row_all_the_same(three):
     score_rewards(three, rewards, log)
     rows = [(fault.reward, fault.rows) for fault in log.faults]
     assert rows == [("f", ((0, 1), (1, 0))), ("g", ((0, 1),)), ("g", ((1, 0),))]
-    assert log.faults[2].reason == NUMBERS + "a int that cannot be shown"
+    assert log.faults[2][1:] == (NUMBERS + "one out of range", ((1, 0),), "a int that cannot be shown")
     assert log.faults[1].reason == "failed: a UnspeakableError that cannot be shown"
 
 

@@ -9,7 +9,7 @@ from mlxrl.rollout import Trajectory
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import DynamicSamplingError, RewardError, RunError
 from mlxrl.train.metrics import Metrics
-from mlxrl.train.rewards import RewardLog
+from mlxrl.train.rewards import RewardFault, RewardLog
 from mlxrl.train.run_folder import RunState
 from mlxrl.train.step import Step
 
@@ -47,7 +47,7 @@ def ending_fault(state: RunState, step: Step, config: TrainConfig) -> RunError |
         )
     for name, steps in state.failing_rewards.items():
         if steps >= MAX_FAILING_STEPS:
-            reason = next(fault.reason for fault in step.groups.reward_log.faults if fault.reward == name)
+            reason = next(str(fault) for fault in step.groups.reward_log.faults if fault.reward == name)
             return RewardError(
                 f"reward {name!r} failed on every row in {steps} steps in a row; it {reason}; mend it and resume."
             )
@@ -91,7 +91,7 @@ def failure_events(step: int, trajectories: Sequence[Trajectory], log: RewardLog
             failed.setdefault(t.error, []).append(row)
         if t.close_error is not None:
             unclosed.setdefault(t.close_error, []).append(row)
-    rewards = [("reward", fault.reason, list(fault.rows), {"reward": fault.reward}) for fault in log.faults]
+    rewards = [("reward", fault.reason, list(fault.rows), _as_fields(fault)) for fault in log.faults]
     others = [
         (event, reason, rows, {})
         for event, by in (("failed", failed), ("close", unclosed))
@@ -101,6 +101,11 @@ def failure_events(step: int, trajectories: Sequence[Trajectory], log: RewardLog
         {"step": step, "event": event, **more, "reason": reason, "count": len(rows), "rows": rows}
         for event, reason, rows, more in (*rewards, *others)
     ]
+
+
+def _as_fields(fault: RewardFault) -> dict[str, str]:
+    """What an event tells of a fault besides its reason and rows."""
+    return {"reward": fault.reward} | ({"example": fault.example} if fault.example else {})
 
 
 def watch_groups(state: RunState, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:

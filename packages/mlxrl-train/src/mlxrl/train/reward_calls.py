@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import queue
 import threading
 import traceback
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxrl.env import Task
 from mlxrl.rollout import Trajectory
@@ -40,19 +41,33 @@ class NamedReward:
     timeout: float = 30.0
 
 
+class Failure(NamedTuple):
+    """Why a function failed on a row.
+
+    Args:
+        kind: what it did, without the values that it did it with, so that it reads the same in every row and step.
+        text: the same with an error's own words, where there was one.
+        example: those words, or the value that is no reward; empty where there is none.
+    """
+
+    kind: str
+    text: str
+    example: str = ""
+
+
 @dataclass
 class Answers:
     """What a function answered for its rows.
 
     Args:
         values: one for each row; None where it abstained or failed.
-        reasons: why it failed, by the number of the row.
+        failures: why it failed, by the number of the row.
         raised: what ended the call, if it did not return.
         retried: why the call with all rows at once failed, where every row alone did not.
     """
 
     values: list[float | None]
-    reasons: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
     raised: BaseException | None = None
     retried: str | None = None
 
@@ -78,19 +93,17 @@ def ask(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Answers:
     for row, trajectory in enumerate(trajectories):
         group = trajectory.group_id
         if hung.total() == MAX_HUNG:
-            alone = _failed(1, f"was not asked for this row after {MAX_HUNG} others took longer than their time")
+            alone = _unasked(f"{MAX_HUNG} others")
         elif hung[group] == MAX_HUNG_OF_GROUP:
-            alone = _failed(
-                1, f"was not asked for this row after {hung[group]} of its group took longer than their time"
-            )
+            alone = _unasked(f"{MAX_HUNG_OF_GROUP} of its group")
         else:
             alone = _ask_once(reward, [trajectory])
             hung[group] += isinstance(alone.raised, OverrunError)
         answers.values += alone.values
-        if alone.reasons:
-            answers.reasons[row] = alone.reasons[0]
-    if not answers.reasons:
-        reason = f"{together.reasons[0]} with {len(trajectories)} rows at once"
+        if alone.failures:
+            answers.failures[row] = alone.failures[0]
+    if not answers.failures:
+        reason = f"{together.failures[0].text} with {len(trajectories)} rows at once"
         answers.retried = f"{reason}, and was asked again for each row alone"
     return answers
 
@@ -154,7 +167,7 @@ def _ask_once(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Answer
         return _failed(count, _described(reward, error), error)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
         got = len(values) if isinstance(values, Sequence) and not isinstance(values, str) else type(values).__name__
-        return _failed(count, f"must return a list of {count} rewards, got {got}")
+        return _failed(count, _failure(f"must return a list of {count} rewards, got {got}"))
     return _checked(values)
 
 
@@ -204,18 +217,43 @@ def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[s
 def _checked(values: Sequence[Any]) -> Answers:
     answers = Answers([None] * len(values))
     for row, value in enumerate(values):
-        if isinstance(value, Exception):
-            answers.reasons[row] = f"failed: {_spelled(str, value)}"
-        elif _is_reward(value):
+        if _is_reward(value):
             answers.values[row] = float(value)
         elif value is not None:
-            bounds = f"between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
-            answers.reasons[row] = f"must return numbers {bounds} or None, got {_spelled(repr, value)}"
+            answers.failures[row] = _refused(value)
     return answers
 
 
-def _failed(count: int, reason: str, raised: BaseException | None = None) -> Answers:
-    return Answers([None] * count, dict.fromkeys(range(count), reason), raised)
+def _refused(value: Any) -> Failure:
+    """Why a value is no reward."""
+    if isinstance(value, Exception):
+        text = _spelled(str, value)
+        return Failure(f"failed with {type(value).__name__}", f"failed: {text}", text)
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()  # or Python warns of each that nobody awaited it
+        return _failure(
+            "must return numbers, got awaitables; make the function async and return await asyncio.gather(*them)"
+        )
+    got = f"a {type(value).__name__}"
+    if isinstance(value, Real):
+        number: Any = value
+        got = f"{number:g}" if number != number or abs(number) == math.inf else "one out of range"
+    bounds = f"between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
+    return _failure(f"must return numbers {bounds} or None, got {got}", _spelled(repr, value))
+
+
+def _failed(count: int, failure: Failure, raised: BaseException | None = None) -> Answers:
+    return Answers([None] * count, dict.fromkeys(range(count), failure), raised)
+
+
+def _unasked(hung: str) -> Answers:
+    return _failed(1, _failure(f"was not asked for this row after {hung} took longer than their time"))
+
+
+def _failure(kind: str, example: str = "") -> Failure:
+    """A failure that no error tells of."""
+    return Failure(kind, kind, example)
 
 
 def _is_reward(value: Any) -> bool:
@@ -232,10 +270,11 @@ def _spelled(spell: Callable[[Any], str], value: object) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def _described(reward: NamedReward, error: BaseException) -> str:
+def _described(reward: NamedReward, error: BaseException) -> Failure:
     """What an error was, and the user's line that raised it."""
     if isinstance(error, OverrunError):
-        return f"took longer than {reward.timeout:g} s"
-    text = _spelled(str, error)
+        return _failure(f"took longer than {reward.timeout:g} s")
+    said, raised = _spelled(str, error), f"raised {type(error).__name__}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised {type(error).__name__}: {text} ({Path(frame.filename).name}, line {frame.lineno})"
+    where = f"({Path(frame.filename).name}, line {frame.lineno})"
+    return Failure(f"{raised} {where}", f"{raised}: {said} {where}", said)

@@ -1,13 +1,13 @@
 """Score trajectories: the environment's own rewards and the configured functions, weighted."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mlxrl.algo import soft_overlong_penalties
 from mlxrl.rollout import Trajectory
-from mlxrl.train.reward_calls import NamedReward, ask
+from mlxrl.train.reward_calls import Failure, NamedReward, ask
 
 ENVIRONMENT, OVERLONG = "environment", "overlong"
 
@@ -17,13 +17,20 @@ class RewardFault(NamedTuple):
 
     Args:
         reward: the function's name.
-        reason: what it did.
+        reason: what it did; of an error its words only if they were the same for every row.
         rows: group and sample of the trajectories that failed by it; none where asking again helped.
+        example: what the reason leaves out, as it was for the first of them: the error's words, or the value that is no
+            reward. Empty where it leaves nothing out.
     """
 
     reward: str
     reason: str
     rows: tuple[tuple[int, int], ...]
+    example: str = ""
+
+    def __str__(self) -> str:
+        """Reason and example."""
+        return f"{self.reason}, for example {self.example}" if self.example else self.reason
 
 
 @dataclass
@@ -71,11 +78,16 @@ def score_rewards(
         answers = ask(reward, sound)
         for row, value in enumerate(answers.values):
             parts[row][reward.name] = value
-        rows: dict[str, list[tuple[int, int]]] = {} if answers.retried is None else {answers.retried: []}
-        for row, reason in answers.reasons.items():
-            errors[row].append(f"reward {reward.name!r} {reason}")
-            rows.setdefault(reason, []).append((sound[row].group_id, sound[row].sample_index))
-        log.faults += [RewardFault(reward.name, reason, tuple(failed)) for reason, failed in rows.items()]
+        if answers.retried is not None:
+            log.faults.append(RewardFault(reward.name, answers.retried, ()))
+        for rows in _by_kind(answers.failures):
+            first, texts = answers.failures[rows[0]], {answers.failures[row].text for row in rows}
+            reason = first.text if len(texts) == 1 else first.kind  # words that differ would make each row a fault
+            example = "" if first.example in reason else first.example
+            failed = tuple((sound[row].group_id, sound[row].sample_index) for row in rows)
+            log.faults.append(RewardFault(reward.name, reason, failed, example))
+            for row in rows:
+                errors[row].append(f"reward {reward.name!r} {reason}")
     weights = {reward.name: reward.weight for reward in rewards}
     scored = {
         id(t): replace(t, error="; ".join(broken), reward=None, reward_parts={})
@@ -108,6 +120,14 @@ def charge_overlong(trajectories: Sequence[Trajectory], *, max_action: int, buff
         return replace(t, reward=t.reward + penalty, reward_parts={**t.reward_parts, OVERLONG: penalty})
 
     return [charged(trajectory) for trajectory in trajectories]
+
+
+def _by_kind(failures: Mapping[int, Failure]) -> list[list[int]]:
+    """The rows that failed, those of one kind together."""
+    rows: dict[str, list[int]] = {}
+    for row, failure in failures.items():
+        rows.setdefault(failure.kind, []).append(row)
+    return list(rows.values())
 
 
 def _total(parts: dict[str, float | None], weights: dict[str, float]) -> float | None:
