@@ -287,6 +287,17 @@ def test_what_was_measured_on_no_row_is_a_dash_and_not_a_zero(tmp_path):
     assert "entropy     -  " in second
 
 
+def test_where_nothing_had_a_reward_no_number_is_told(tmp_path):
+    (tmp_path / "reward.py").write_text("def broken(completions, **_):\n    raise OSError('the door is stuck')\n")
+    settings = ['rewards=[{name="reward.py:broken"}]', "eval.tasks=2"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    output = cli("train", "--steps", 1, "--output", "run", *TINY, *options, folder=tmp_path)
+    assert "held-out accuracy before training: -  (reward -, " in output
+    assert "step    1/1  reward      -  length" in output
+    assert "held-out accuracy: - before, - after" in output
+    assert "accuracy -  reward -" in cli("eval", "run", folder=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mlxrl.cli.configs import parse_settings, read_config
 from mlxrl.cli.planning import plan_of, show_plan
-from mlxrl.cli.views import make_view, tasks_played
+from mlxrl.cli.views import make_view, measured, tasks_played
 from mlxrl.policy import adapters_disabled, load_adapter
 from mlxrl.rollout import SamplingConfig
 from mlxrl.train import (
@@ -91,7 +91,7 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
             sampling=session.eval_sampling,
         )
         console.print(
-            f"{name:8} accuracy {outcome.accuracy:.3f}  reward {outcome.reward:.3f}  "
+            f"{name:8} accuracy {measured(outcome.accuracy)}  reward {measured(outcome.reward)}  "
             f"{outcome.mean_length:.1f} tokens  ({tasks_played(outcome)}, temperature {temperature:g})",
             highlight=False,
             soft_wrap=True,

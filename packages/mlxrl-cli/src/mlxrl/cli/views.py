@@ -121,7 +121,7 @@ class LiveView(PlainView):
     def _numbers(self) -> Table:
         table = Table(box=None, show_header=False, padding=(0, 2))
         latest = self.latest
-        table.add_row("reward", f"{latest['reward']:.3f}", curve(self.rewards))
+        table.add_row("reward", measured(latest["reward"]), curve(self.rewards))
         table.add_row(
             "length", f"{latest['completions/mean_length']:.1f}", f"{latest['completions/clipped_ratio']:.0%} cut off"
         )
@@ -162,7 +162,7 @@ def evaluation_line(config: TrainConfig, step: int, evaluation: Evaluation) -> s
     how = "greedy" if config.eval.temperature == 0 else f"temperature {config.eval.temperature:g}"
     when = "before training" if step == 0 else f"after step {step}"
     return (
-        f"held-out accuracy {when}: {evaluation.accuracy:.3f}  (reward {evaluation.reward:.3f}, "
+        f"held-out accuracy {when}: {measured(evaluation.accuracy)}  (reward {measured(evaluation.reward)}, "
         f"{evaluation.mean_length:.1f} tokens, {tasks_played(evaluation)}, {how})"
     )
 
@@ -177,32 +177,35 @@ def step_line(config: TrainConfig, metrics: dict[str, float], seconds_left: floa
     """The numbers of a step."""
     failed = f"  failed {metrics['failed']:.0f}" if metrics["failed"] else ""
     return (
-        f"step {metrics['step']:>4.0f}/{config.steps}  reward {metrics['reward']:6.3f}  "
-        f"length {metrics['completions/mean_length']:6.1f}  entropy {measured(metrics['entropy'])}  "
+        f"step {metrics['step']:>4.0f}/{config.steps}  reward {measured(metrics['reward']):>6}  "
+        f"length {metrics['completions/mean_length']:6.1f}  entropy {measured(metrics['entropy']):>5}  "
         f"kl {metrics['kl']:.4f}  grad {metrics['grad_norm']:.3f}  {metrics['tokens_per_second']:6.0f} tok/s  "
         f"{metrics['time/step']:5.2f} s  left {clock(seconds_left)}{failed}"
     )
 
 
 def measured(value: float) -> str:
-    """A number that no row may have had."""
-    return "    -" if math.isnan(value) else f"{value:.3f}"
+    """A mean, which is no number where there was nothing to measure."""
+    return "-" if math.isnan(value) else f"{value:.3f}"
 
 
 def summary(view: PlainView, result: TrainResult) -> str:
     """What the run came to."""
-    lines = [f"reward   {curve(view.rewards)}"] if view.rewards else []
-    if len(view.rewards) >= 10:
-        first, last = sum(view.rewards[:5]) / 5, sum(view.rewards[-5:]) / 5
+    rewards = [reward for reward in view.rewards if not math.isnan(reward)]
+    lines = [f"reward   {curve(rewards)}"] if rewards else []
+    if len(rewards) >= 10:
+        first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
         lines.append(f"reward, mean of 5 steps: {first:.3f} at the start, {last:.3f} at the end")
     if len(view.accuracies) >= 2:
-        lines.append(f"held-out accuracy: {view.accuracies[0][1]:.3f} before, {view.accuracies[-1][1]:.3f} after")
+        before, after = (measured(view.accuracies[place][1]) for place in (0, -1))
+        lines.append(f"held-out accuracy: {before} before, {after} after")
     lines.append(f"{clock(time.perf_counter() - view.started)} in all; adapter in {result.folder / 'adapters'}")
     return "\n".join(lines)
 
 
 def curve(values: Sequence[float]) -> str:
-    """Numbers as a line of bars, newest on the right."""
+    """Numbers as a line of bars, newest on the right; what is no number is left out."""
+    values = [value for value in values if not math.isnan(value)]
     per_bar = max(1, -(-len(values) // CURVE_WIDTH))
     means = [sum(part) / len(part) for i in range(0, len(values), per_bar) if (part := values[i : i + per_bar])]
     low, high = min(means, default=0.0), max(means, default=0.0)

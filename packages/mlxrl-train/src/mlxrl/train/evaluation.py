@@ -14,7 +14,7 @@ class Evaluation(NamedTuple):
     """The outcome of an evaluation.
 
     Args:
-        reward: mean reward of the trajectories that have one; 0 where none has.
+        reward: mean reward of the trajectories that have one; NaN where none has, and so is accuracy.
         accuracy: share of these on which every part of the reward with a positive weight that did not abstain had its
             full mark: of a reward function 1, of the environment's own reward an episode that the environment itself
             ended with a positive last reward (as the metric success_rate has it). One without such a part has none.

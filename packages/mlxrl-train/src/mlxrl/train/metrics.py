@@ -28,7 +28,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[NamedR
         (trajectories with a log-prob that is no number: the policy is broken), num_tokens. Where the environment
         rewards by itself also success_rate (share of trajectories that `succeeded`), invalid_action_rate (share of
         turns whose info has "invalid_action", as True or a number that is not 0) and observation_cut_rate (share of
-        turns whose observation was cut to max_observation_len).
+        turns whose observation was cut to max_observation_len). What there is nothing of has a mean of NaN.
     """
     scored = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     lengths = [trajectory.num_sampled for trajectory in trajectories]
@@ -94,12 +94,12 @@ def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
-    return math.fsum(values) / len(values) if values else 0.0
+    """The mean; NaN of nothing."""
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def standard_deviation(values: Sequence[float]) -> float:
-    """The population standard deviation; 0 of nothing."""
+    """The population standard deviation; NaN of nothing."""
     centre = mean(values)
     return math.sqrt(mean([(value - centre) ** 2 for value in values]))
 
