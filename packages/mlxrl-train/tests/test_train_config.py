@@ -177,7 +177,10 @@ BAD = {
         '[data]\npath = "tasks.jsonl"',
         r"\[data\] is read by env_name = 'dataset' only, got env_name = 'arithmetic'\.",
     ),
-    "data without a path": ('env_name = "jsonl"\n[data]\nprompt_column = "q"', r"data\.path: needs a value; set it\."),
+    "data without a path": (
+        'env_name = "jsonl"\n[data]\nprompt_column = "q"',
+        r"data\.path: needs a value; set it\. What it is: File of JSON lines .* the hub\.",
+    ),
     "a reference without an adapter": (
         'kl_beta = 0.1\nreference = "initial_adapter"',
         r"reference = 'initial_adapter' needs adapter, the folder of .*; set it, or reference = 'base'\.",

@@ -170,7 +170,7 @@ class TrainConfig(Section):
     """A run."""
 
     model_id: str
-    """Folder of a model in mlx-lm format, or its name on the hub."""
+    """Folder of a model in mlx-lm format, or its name on the hub; "embedded" is the small one that mlxrl-cli brings."""
     env_name: str = "arithmetic"
     """What is learned: a built-in environment, path/to/file.py:factory, or package.module:factory."""
     steps: Positive = 100

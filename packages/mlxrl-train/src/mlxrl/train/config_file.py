@@ -145,7 +145,8 @@ def _explain(details: ErrorDetails) -> str:
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
             return f"{name}: unknown key; {hint}"
         case "missing" if not isinstance(value, tuple):
-            return f"{name}: needs a value; set it."
+            what = " ".join((_model(section).model_fields[field].description or "").split())
+            return f"{name}: needs a value; set it. What it is: {what}"
         case "value_error":
             message = str(details["ctx"]["error"]) if "ctx" in details else details["msg"]
             return f"{name}: {message}." if name else f"{message}."
