@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from mlxrl.memory import ModelShape, RunShape, available_memory, estimate, fit, human_bytes, known_config
 from mlxrl.memory.machine import cgroup_limit
 
+from .shapes import CONFIGS, RUNS
+
 GIB = 2**30
 MODEL = ModelShape.from_config(known_config("mlx-community/Qwen3-0.6B-4bit") or {})
 RUN = RunShape(
@@ -53,8 +55,8 @@ def test_the_merged_copy_goes_before_rows_wait_and_rows_wait_before_the_rollout_
     (first,) = fit(MODEL, run, peak - MODEL.merged_copy_bytes).proposals
     assert (first.field, first.old, first.new) == ("has_merged_copy", True, False)
     assert first.peak == peak - MODEL.merged_copy_bytes
-    _, second = fit(MODEL, run, first.peak - 1).proposals
-    # 32 rows of 10,240 positions of 114,688 bytes are 35 GiB; the next power of two is 32
+    # 32 rows of 10,240 positions of 114,688 bytes are 35 GiB; the next power of two is 32, and leaves room for the copy
+    (second,) = fit(MODEL, run, first.peak - 1).proposals
     assert (second.field, second.old, second.new) == ("kv_budget_bytes", None, 32 * GIB)
 
 
@@ -63,6 +65,67 @@ def test_nothing_fits_a_budget_below_the_weights_and_the_smallest_shape_is_named
     assert result.run is None
     assert result.smallest_peak > MODEL.weight_bytes
     assert human_bytes(result.smallest_peak) in result.reason
+
+
+def test_the_group_keeps_its_size_where_the_completion_has_to_be_shorter_anyway():
+    # rows go one at a time: a smaller group saves some bytes of the batch, but the longest row has to fit
+    run = RunShape(max_prompt_len=64, max_completion_len=2000, group_size=4, groups_per_step=8, rollout_width=1)
+    run = replace(run, max_tokens_per_micro_batch=1, shares_prompts=False)
+    halves = replace(run, max_completion_len=1000)
+    (only,) = fit(MODEL, run, estimate(MODEL, halves).peak).proposals
+    assert (only.field, only.old, only.new) == ("max_completion_len", 2000, 1000)
+
+
+def test_a_completion_shrinks_from_what_the_context_leaves():
+    run = replace(RUN, max_completion_len=8192, max_context=1024)
+    shorter = replace(run, max_completion_len=128, max_tokens_per_micro_batch=384, group_size=2, rollout_width=1)
+    budget = estimate(MODEL, replace(shorter, gradient_checkpointing=True)).peak
+    found = fit(MODEL, run, budget).run
+    assert found is not None
+    assert found.max_completion_len == 128
+
+
+# what fit may turn a knob to at the least
+LEAST = {"gradient_checkpointing": True, "has_merged_copy": False, "rollout_width": 1}
+
+
+def smallest_of(run: RunShape) -> RunShape:
+    run = replace(run, group_size=min(2, run.group_size), max_completion_len=min(32, run.max_completion_len), **LEAST)
+    return replace(run, max_tokens_per_micro_batch=run.sequence_length)
+
+
+@settings(max_examples=200, deadline=None)
+@given(config=CONFIGS, run=RUNS, share=st.floats(0.05, 1.05))
+def test_what_is_proposed_fits_and_is_needed(config, run, share):
+    model = ModelShape.from_config(config).on(run.backend)
+    budget = int(share * estimate(model, run).peak)
+    result = fit(model, run, budget)
+    assert result == fit(model, run, budget)
+    least = estimate(model, smallest_of(run)).peak
+    assert (result.run is None) == (least > budget)
+    assert result.smallest_peak <= max(budget, least)
+    shape = replace(run, **{p.field: p.new for p in result.proposals})
+    assert estimate(model, shape).peak == result.smallest_peak
+    for proposal in result.proposals:
+        undone = [proposal.old]
+        if proposal.field in ("max_tokens_per_micro_batch", "rollout_width", "group_size", "max_completion_len"):
+            step = 2 * (proposal.new or 0) + 1  # no less than what was halved
+            undone.append(step if proposal.old is None else min(step, proposal.old))
+        for value in undone:
+            assert estimate(model, replace(shape, **{proposal.field: value})).peak > max(budget, least)
+
+
+def test_a_4_bit_model_is_advised_only_where_it_takes_less():
+    config = dict(known_config("Qwen3-0.6B") or {})
+    plain = ModelShape.from_config(config)
+    assert "take a smaller or 4-bit model" in fit(plain, RUN, 1).reason
+    assert "take a smaller model" in fit(MODEL, RUN, 1).reason  # it has 4 bits
+    # one block of a wide vocabulary: on CUDA the head is there packed and dense
+    head = ModelShape.from_config(config | {"num_hidden_layers": 1})
+    assert "take a smaller model" in fit(head, replace(RUN, backend="cuda"), 1).reason
+    # and the only block of a DoRA model is there packed and dense in the update
+    wide = ModelShape.from_config(config | {"num_hidden_layers": 1, "vocab_size": 1000})
+    assert "take a smaller model" in fit(wide, replace(RUN, use_dora=True), 1).reason
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,52 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxrl.memory import RunShape, estimate
+from mlxrl.memory import ModelShape, RunShape, estimate
 
-from .shapes import BACKENDS, MODELS, RUN, known
-
-COUNTS = {
-    "max_prompt_len": 3000,
-    "max_completion_len": 3000,
-    "group_size": 32,
-    "groups_per_step": 32,
-    "max_turns": 8,
-    "max_observation_len": 500,
-    "max_context": 3000,
-    "rollout_width": 300,
-    "kv_budget_bytes": 2**32,
-    "micro_batch_size": 300,
-    "max_tokens_per_micro_batch": 100_000,
-    "lora_rank": 128,
-    "optimizer_states": 4,
-    "score_chunk": 3000,
-}
-OPTIONAL = (
-    "max_context",
-    "rollout_width",
-    "kv_budget_bytes",
-    "micro_batch_size",
-    "max_tokens_per_micro_batch",
-    "score_chunk",
-)
-
-
-def run_shape(fields: dict[str, Any]) -> RunShape:
-    return RunShape(**fields)
-
-
-RUNS = st.fixed_dictionaries(
-    {name: st.integers(1, most) | (st.none() if name in OPTIONAL else st.nothing()) for name, most in COUNTS.items()}
-    | {
-        "gradient_checkpointing": st.booleans(),
-        "has_reference": st.booleans(),
-        "has_reference_adapter": st.booleans(),
-        "use_dora": st.booleans(),
-        "has_merged_copy": st.booleans(),
-        "shares_prompts": st.booleans(),
-        "backend": st.sampled_from(BACKENDS),
-    }
-).map(run_shape)
+from .shapes import CONFIGS, COUNTS, MODELS, RUN, RUNS, known
 
 
 @settings(max_examples=200, deadline=None)
@@ -74,6 +31,21 @@ def test_switches_only_ever_save_memory_the_way_they_say(model, run):
     assert on <= off
 
 
+@settings(max_examples=200, deadline=None)
+@given(config=CONFIGS, run=RUNS, field=st.sampled_from(sorted(COUNTS)), more=st.integers(1, 1000))
+def test_neither_does_it_of_models_of_any_proportions(config, run, field, more):
+    model = ModelShape.from_config(config).on(run.backend)
+    value: int | None = getattr(run, field)
+    larger: dict[str, Any] = {field: None if value is None else value + more}
+    peak = estimate(model, run).peak
+    assert estimate(model, replace(run, **larger)).peak >= peak
+    assert estimate(model, replace(run, use_dora=True, has_merged_copy=True, gradient_checkpointing=False)).peak >= peak
+
+
+def quantized(config: dict[str, Any], bits: int) -> ModelShape:
+    return ModelShape.from_config(config | {"quantization": {"bits": bits, "group_size": 64}})
+
+
 @settings(max_examples=100, deadline=None)
 @given(run=RUNS, name=st.sampled_from(["Qwen3-0.6B", "Qwen3.5-9B"]), bits=st.sampled_from([2, 3, 4, 5, 6, 8]))
 def test_fewer_bits_never_take_more_memory(run, name, bits):
@@ -81,6 +53,24 @@ def test_fewer_bits_never_take_more_memory(run, name, bits):
     packed, plain = estimate(known(f"{name}-{bits}bit"), run), estimate(known(name), run)
     assert packed.weights < plain.weights
     assert packed.peak <= plain.peak
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=CONFIGS, run=RUNS, bits=st.sampled_from([2, 3, 4, 5, 6, 8]))
+def test_fewer_bits_take_more_only_by_what_is_packed_of_that_which_is_there_dense_as_well(config, run, bits):
+    packed, plain = quantized(config, bits).on(run.backend), ModelShape.from_config(config).on(run.backend)
+    more = estimate(packed, run).peak - estimate(plain, run).peak
+    if run.use_dora:  # all matrices without checkpoints, those of a block with them
+        assert more <= packed.weight_bytes
+    elif run.backend == "cuda":  # the head while it works
+        elements = config["vocab_size"] * config["hidden_size"]
+        assert more <= elements * bits // 8 + elements // 64 * 4
+    elif run.backend == "cpu" and run.has_merged_copy:  # the copy of a dense float32 model shares its embedding
+        assert more <= packed.weight_bytes
+    else:
+        assert more <= 0
+    if bits < 8:
+        assert estimate(packed, run).peak <= estimate(quantized(config, 8).on(run.backend), run).peak
 
 
 @pytest.mark.parametrize(

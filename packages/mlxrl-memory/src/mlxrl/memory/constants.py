@@ -133,6 +133,7 @@ ROUTER_BITS = (
 ROUTER_GROUP = 64
 DEFAULT_GROUP = 64  # group_size of mlx-lm's converter, used where only the bits are known
 
-# --- What `fit` will not go below ------------------------------------------------------------------------------------
+# --- What `fit` will not go below, and the quantization that it advises -----------------------------------------------
 MIN_GROUP_SIZE = 2  # a group of one has no baseline
 MIN_COMPLETION_LEN = 32  # shorter answers are rarely a task
+ADVISED_BITS = 4  # the usual size of a quantised model; fewer bits cost quality

@@ -82,6 +82,8 @@ def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
                + max(kv_cache + rollout_activations, gradients + update_activations + batch) + runtime
 
     The prediction never falls when rows, lengths, turns, width, cache budget, micro-batch, rank, states or chunk grow.
+    A quantised model may take more than its dense original where dense weights are there beside the packed ones: those
+    of all layers with DoRA and no checkpoints (measured), the head's on CUDA, and those of a float32 merged copy.
 
     Args:
         model: from `ModelShape.from_config` or `ModelShape.from_path`, as it is loaded (`ModelShape.on`).

@@ -1,12 +1,13 @@
 """Whether a run fits a budget, and the smallest changes that make it fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from mlxrl.memory.constants import MIN_COMPLETION_LEN, MIN_GROUP_SIZE
-from mlxrl.memory.estimation import estimate
+from mlxrl.memory.constants import ADVISED_BITS, MIN_COMPLETION_LEN, MIN_GROUP_SIZE
+from mlxrl.memory.estimation import MemoryEstimate, estimate
 from mlxrl.memory.machine import human_bytes
 from mlxrl.memory.model import ModelShape
+from mlxrl.memory.quantization import Quantization
 from mlxrl.memory.run import RunShape
 
 Value = int | bool | None
@@ -31,8 +32,8 @@ class FitResult:
         peak: its predicted bytes.
         budget: bytes that were allowed.
         proposals: changes in the order to try them; together they lead to `run`, or to the smallest run.
-        run: the first shape that fits (the one asked, when it does); None when none does.
-        smallest_peak: predicted bytes of the last shape tried.
+        run: the shape that fits (the one asked, when it does); None when none does.
+        smallest_peak: predicted bytes with all proposals.
         reason: one sentence for people.
     """
 
@@ -46,11 +47,13 @@ class FitResult:
 
 
 def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
-    """Looks for the first shape that fits, changing as little of the learning problem as it can.
+    """Looks for the shape that fits, changing as little of the learning problem as it can.
 
-    The knobs, in order: gradient checkpointing on; fewer tokens per micro-batch; no merged copy; a budget for the
-    caches; a narrower rollout (these five leave the gradient as it is); a smaller group; shorter completions. The first
-    knob that lowers the peak is turned by one step (halved), until the run fits.
+    The knobs, in the order in which they are turned: gradient checkpointing on; fewer tokens per micro-batch; no merged
+    copy; a budget for the caches; a narrower rollout (these five leave the gradient as it is); a smaller group; shorter
+    completions. From the last to the first, each keeps the largest of its values (halved at each step) with which the
+    run fits once all knobs before it are turned down. So each proposal is needed: the run does not fit without it.
+    Where even all of them do not make it fit, they are those that lead to the smallest peak.
 
     Args:
         model: the model's shape.
@@ -65,26 +68,37 @@ def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
             f"budget_bytes must be a whole number above 0, got {budget_bytes!r}; pass the bytes to stay under."
         )
     wanted = estimate(model, run)
-    asked = peak = wanted.peak
-    shape = run
-    while peak > budget_bytes:
-        turned = (
-            (step, estimate(model, step).peak) for knob in _KNOBS.values() if (step := knob(model, shape)) is not None
-        )
-        lower = next(((step, lowered) for step, lowered in turned if lowered < peak), None)
-        if lower is None:
-            break
-        shape, peak = lower
-    fits = peak <= budget_bytes
+    smallest_peak = estimate(model, _turned_down(model, run, list(_KNOBS))).peak
+    shape = _largest(model, run, max(budget_bytes, smallest_peak))
+    peak = estimate(model, shape).peak
     return FitResult(
-        fits=asked <= budget_bytes,
-        peak=asked,
+        fits=wanted.peak <= budget_bytes,
+        peak=wanted.peak,
         budget=budget_bytes,
         proposals=_proposals(model, run, shape),
-        run=shape if fits else None,
+        run=shape if peak <= budget_bytes else None,
         smallest_peak=peak,
-        reason=_reason(asked, peak, budget_bytes, "at least " if wanted.extrapolated else ""),
+        reason=_reason(model, shape, wanted, peak, budget_bytes),
     )
+
+
+def _largest(model: ModelShape, run: RunShape, most: int) -> RunShape:
+    """The run with each knob at its largest value with which those before it can still bring the peak to `most`."""
+    fields = list(_KNOBS)
+    while fields:
+        field = fields.pop()
+        values = (getattr(run, field), *_KNOBS[field](model, run))
+        shapes = (replace(run, **{field: value}) for value in values)
+        run = next(x for x in shapes if estimate(model, _turned_down(model, x, fields)).peak <= most)
+    return run
+
+
+def _turned_down(model: ModelShape, run: RunShape, fields: list[str]) -> RunShape:
+    """The run with these knobs at their smallest values."""
+    for field in reversed(fields):  # what a row takes bounds the tokens and the caches
+        if lower := _KNOBS[field](model, run):
+            run = replace(run, **{field: lower[-1]})
+    return run
 
 
 def _proposals(model: ModelShape, run: RunShape, target: RunShape) -> tuple[Proposal, ...]:
@@ -98,59 +112,69 @@ def _proposals(model: ModelShape, run: RunShape, target: RunShape) -> tuple[Prop
     return tuple(proposals)
 
 
-def _reason(asked: int, reached: int, budget: int, least: str) -> str:
-    wanted = f"the run needs {least}{human_bytes(asked)} and the budget is {human_bytes(budget)}"
-    if asked <= budget:
-        return f"It fits: {wanted}."
+def _reason(model: ModelShape, shape: RunShape, wanted: MemoryEstimate, reached: int, budget: int) -> str:
+    least = "at least " if wanted.extrapolated else ""
+    needed = f"the run needs {least}{human_bytes(wanted.peak)} and the budget is {human_bytes(budget)}"
+    if wanted.peak <= budget:
+        return f"It fits: {needed}."
     if reached <= budget:
-        return f"It does not fit as asked: {wanted}; with the proposals it needs {least}{human_bytes(reached)}."
+        return f"It does not fit as asked: {needed}; with the proposals it needs {least}{human_bytes(reached)}."
+    packed = replace(model, quantization=Quantization(bits=ADVISED_BITS))
+    smaller = f"smaller or {ADVISED_BITS}-bit" if estimate(packed, shape).peak < reached else "smaller"
     return (
-        f"It does not fit: {wanted}, and the smallest shape still needs {least}{human_bytes(reached)};"
-        " take a smaller or more strongly quantised model, a lower LoRA rank, or shorter prompts."
+        f"It does not fit: {needed}, and the smallest shape still needs {least}{human_bytes(reached)};"
+        f" take a {smaller} model, a lower LoRA rank, or shorter prompts."
     )
 
 
-def _checkpoint(model: ModelShape, run: RunShape) -> RunShape | None:
-    return None if run.gradient_checkpointing else replace(run, gradient_checkpointing=True)
+def _checkpoint(model: ModelShape, run: RunShape) -> list[bool]:
+    return [] if run.gradient_checkpointing else [True]
 
 
-def _fewer_tokens(model: ModelShape, run: RunShape) -> RunShape | None:
-    tokens = max(run.sequence_length, run.micro_batch_tokens // 2)
-    return replace(run, max_tokens_per_micro_batch=tokens) if tokens < run.micro_batch_tokens else None
+def _fewer_tokens(model: ModelShape, run: RunShape) -> list[int]:
+    return _halved(run.micro_batch_tokens, run.sequence_length)
 
 
-def _no_copy(model: ModelShape, run: RunShape) -> RunShape | None:
-    return replace(run, has_merged_copy=False) if run.has_merged_copy else None
+def _no_copy(model: ModelShape, run: RunShape) -> list[bool]:
+    return [False] if run.has_merged_copy else []
 
 
-def _smaller_budget(model: ModelShape, run: RunShape) -> RunShape | None:
-    """The largest power of two below what the caches may hold now, as long as a row fits."""
+def _smaller_budgets(model: ModelShape, run: RunShape) -> list[int]:
+    """The powers of two below what the caches may hold now, as long as a row fits."""
     row = model.cache_bytes(run.sequence_length)
     held = run.width * row if run.kv_budget_bytes is None else run.kv_budget_bytes
-    budget = 1 << max(0, (held - 1).bit_length() - 1)
-    return replace(run, kv_budget_bytes=budget) if row <= budget < held else None
+    return [2**power for power in reversed(range((held - 1).bit_length())) if 2**power >= row]
 
 
-def _narrower(model: ModelShape, run: RunShape) -> RunShape | None:
-    return replace(run, rollout_width=run.width // 2) if run.width > 1 else None
+def _narrower(model: ModelShape, run: RunShape) -> list[int]:
+    return _halved(run.width, 1)
 
 
-def _smaller_group(model: ModelShape, run: RunShape) -> RunShape | None:
-    size = max(MIN_GROUP_SIZE, run.group_size // 2)
-    return replace(run, group_size=size) if size < run.group_size else None
+def _smaller_groups(model: ModelShape, run: RunShape) -> list[int]:
+    return _halved(run.group_size, MIN_GROUP_SIZE)
 
 
-def _shorter(model: ModelShape, run: RunShape) -> RunShape | None:
-    length = max(MIN_COMPLETION_LEN, run.max_completion_len // 2)
-    return replace(run, max_completion_len=length) if length < run.max_completion_len else None
+def _shorter(model: ModelShape, run: RunShape) -> list[int]:
+    context = run.max_completion_len if run.max_context is None else run.max_context
+    return _halved(min(run.max_completion_len, context), MIN_COMPLETION_LEN)
 
 
-_KNOBS: dict[str, Callable[[ModelShape, RunShape], RunShape | None]] = {
+def _halved(value: int, least: int) -> list[int]:
+    """The value halved again and again, down to the least; nothing where it is no more than that."""
+    values: list[int] = []
+    while value > least:
+        value = max(least, value // 2)
+        values.append(value)
+    return values
+
+
+_KNOBS: dict[str, Callable[[ModelShape, RunShape], Sequence[int]]] = {
     "gradient_checkpointing": _checkpoint,
     "max_tokens_per_micro_batch": _fewer_tokens,
     "has_merged_copy": _no_copy,
-    "kv_budget_bytes": _smaller_budget,
+    "kv_budget_bytes": _smaller_budgets,
     "rollout_width": _narrower,
-    "group_size": _smaller_group,
+    "group_size": _smaller_groups,
     "max_completion_len": _shorter,
 }
+"""Per knob the values below the run's own, the largest first."""

@@ -146,8 +146,9 @@ class RunShape:
         alone = self._within_budget(self.groups_per_step * self.sequence_length)
         prompts, rests = self.groups_per_step * prompt, round(rows * min(rest, prompt / ratio))
         forked = rows * prompt
-        if self.max_tokens_per_micro_batch is not None:  # prompts beyond it are not read together
-            forked = min(forked, self.group_size * (self.max_tokens_per_micro_batch + prompt))
+        if self.max_tokens_per_micro_batch is not None:  # prompts beyond it are not read together; one row always fits
+            most = max(self.max_tokens_per_micro_batch, self.sequence_length)
+            forked = min(forked, self.group_size * (most + prompt))
         shared = self._within_budget(prompts + rests).tokens
         return whole, alone, Reading(shared, min(shared, max(prompts, rests)), forked)
 
