@@ -21,7 +21,6 @@ from mlxrl.train import (
     open_session,
     parse_override,
     train,
-    train_step,
 )
 
 MODEL = 'model_id = "m"\n'
@@ -445,63 +444,6 @@ def test_an_environment_that_breaks_when_made_or_lacks_a_part_is_named(rooms, tm
     for fields in ({"env_name": f"{tmp_path / 'exits.py'}:f"}, {"rewards": [{"name": f"{tmp_path / 'exits.py'}:f"}]}):
         with pytest.raises(ConfigError, match=message):
             open_session(make_config(rooms(**fields)))
-
-
-GROWING = """
-from pathlib import Path
-
-from mlxrl.env import StepResult
-
-
-class Growing:
-    def __init__(self, task):
-        self.max_turns = 1 + int(task) % 7
-        self.note("made ")
-
-    def reset(self):
-        return "say"
-
-    def step(self, action):
-        return StepResult("more", 1.0, False)
-
-    def state_id(self, observation):
-        return observation
-
-    def close(self):
-        self.note("closed ")
-        raise OSError("stuck")
-
-    def note(self, what):
-        with Path(__file__).with_name("noted").open("a") as file:
-            file.write(what)
-
-
-def growing(task, seed, index):
-    if int(task) == 5:
-        raise KeyError("lamp")
-    return Growing(task)
-"""
-
-
-def test_turns_that_depend_on_the_task_are_those_of_the_longest_and_what_is_asked_is_closed(rooms, tmp_path):
-    (tmp_path / "growing.py").write_text(GROWING)
-    fields = rooms(env_name=f"{tmp_path / 'growing.py'}:growing", algorithm={"name": "dr-grpo", "overlong_buffer": 20})
-    session = open_session(make_config(fields))
-    noted = (tmp_path / "noted").read_text()
-    assert noted == "made closed " * (len(noted) // 12)  # one after the other
-    assert 20 < len(noted) // 12 <= 32
-    assert session.curriculum.max_turns == 7
-    assert session.algorithm.reduction.max_tokens == 7 * 4
-    assert open_session(make_config(fields | {"max_turns": 5})).curriculum.max_turns == 5
-    # an episode is charged by its own limit: the first task's has one turn of 4 tokens, where 20 do not fit
-    step = train_step(session, 0)
-    played = [t for t in step.groups.sampled if not t.failed]
-    assert len({t.max_turns for t in played}) > 1
-    for t in played:
-        limit = 4 * t.max_turns
-        buffer = min(20, limit)
-        expected = -max(0, t.num_sampled - (limit - buffer)) / buffer
-        assert t.reward_parts["overlong"] == pytest.approx(expected)
 
 
 def test_a_model_that_does_not_fit_the_config_is_refused(values, tmp_path):

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mlxrl.cli.configs import read_config
 from mlxrl.memory import human_bytes
-from mlxrl.train import ConfigError, Plan, TrainConfig, config_field, make_curriculum, make_plan
+from mlxrl.train import ConfigError, Curriculum, Plan, TrainConfig, config_field, make_curriculum, make_plan
 
 GB = 2**30
 # What follows from shapes alone; activations rest on measurements, and the runtime is an allowance.
@@ -22,19 +22,19 @@ def run_plan(
 ) -> None:
     """Print the plan of a config."""
     config = read_config(path, options, settings)
-    show_plan(Console(), plan_of(config, available_memory_gb))
+    show_plan(Console(), plan_of(config, make_curriculum(config), available_memory_gb))
 
 
-def plan_of(config: TrainConfig, available_memory_gb: float | None) -> Plan:
+def plan_of(config: TrainConfig, curriculum: Curriculum, available_memory_gb: float | None) -> Plan:
     """The memory plan of a config, with the turns its environment allows.
 
     Raises:
-        ConfigError: the environment or the model's config.json cannot be had, or the budget is not above 0.
+        ConfigError: the model's config.json cannot be had, or the budget is not above 0.
     """
     if available_memory_gb is not None and not 0 < available_memory_gb < 1e9:
         raise ConfigError(f"--available-memory-gb must be a number of GB above 0, got {available_memory_gb}.")
     budget = None if available_memory_gb is None else max(1, int(available_memory_gb * GB))
-    return make_plan(config, max_turns=make_curriculum(config).max_turns, available_bytes=budget)
+    return make_plan(config, max_turns=curriculum.max_turns, available_bytes=budget)
 
 
 def show_plan(console: Console, plan: Plan) -> None:

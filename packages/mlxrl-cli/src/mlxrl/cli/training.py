@@ -19,6 +19,7 @@ from mlxrl.train import (
     evaluate,
     fitted_overrides,
     load_config,
+    make_curriculum,
     open_session,
     resumed_config,
     train,
@@ -44,7 +45,8 @@ def run_train(
         config = resumed_config(str(options["output"]), {**options, **parse_settings(settings)})
     else:
         config = read_config(path, options, settings)
-    plan = plan_of(config, available_memory_gb)
+    curriculum = make_curriculum(config)
+    plan = plan_of(config, curriculum, available_memory_gb)
     if not plan.fit.fits and auto_fit:
         if plan.fit.run is None:
             raise ConfigError(plan.fit.reason)
@@ -52,7 +54,8 @@ def run_train(
         settings = [*settings, *(f"{name}={str(value).lower()}" for name, value in changes.items())]
         config = read_config(path, options, settings)
         warn(f"to fit the memory, {_as_settings(changes)}")
-        plan = plan_of(config, available_memory_gb)
+        curriculum = make_curriculum(config)
+        plan = plan_of(config, curriculum, available_memory_gb)
     if dry_run:
         console.print(config_toml(config), highlight=False, markup=False)
         show_plan(console, plan)
@@ -66,7 +69,14 @@ def run_train(
     for warning in warnings_of(config):
         warn(warning)
     with make_view(console, config) as view:
-        train(config, resume=resume, force=force, observer=view, available_bytes=plan.fit.budget)
+        train(
+            config,
+            resume=resume,
+            force=force,
+            observer=view,
+            available_bytes=plan.fit.budget,
+            curriculum=curriculum,
+        )
 
 
 def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:

@@ -191,7 +191,7 @@ class TrainConfig(Section):
     """Most tokens of an action: of the whole completion in a single turn, of each turn otherwise."""
     max_turns: Positive | None = None
     """Most turns of an episode, if the environment allows more. Where the environment's own limit depends on the task,
-    the memory plan and dr-grpo's constant take the largest of 32 tasks, unless this is set."""
+    the memory plan and dr-grpo's constant take the largest of eight tasks, unless this is set."""
     max_observation_len: Positive | None = None
     """Most tokens of a later observation; the rest is cut, and counted in the metric observation_cut_rate."""
     rollout_mode: Literal["parallel_per_turn", "sequential"] = "parallel_per_turn"

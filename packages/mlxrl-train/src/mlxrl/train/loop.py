@@ -20,6 +20,7 @@ from mlxrl.train.rollout_weights import choose_weights, watch_mismatch
 from mlxrl.train.run_folder import CHOICE, RunFolder, RunState, open_run
 from mlxrl.train.session import Session, open_session
 from mlxrl.train.step import train_step
+from mlxrl.train.tasks import Curriculum
 
 
 class Observer:
@@ -63,6 +64,7 @@ def train(
     force: bool = False,
     observer: Observer | None = None,
     available_bytes: int | None = None,
+    curriculum: Curriculum | None = None,
 ) -> TrainResult:
     """Train a policy as the config says.
 
@@ -73,6 +75,7 @@ def train(
         observer: is told what happens.
         available_bytes: memory that rollout.weights = "auto" may count on, and at whose end a run is warned; by default
             what this machine has.
+        curriculum: what `make_curriculum` made of the config, where that has been done.
 
     Raises:
         ConfigError: the config cannot be run.
@@ -83,7 +86,8 @@ def train(
     observer = observer or Observer()
     config = with_absolute_paths(config)  # an environment may change the working directory
     folder = open_run(config, resume=resume, force=force)
-    session = open_session(config, adapter=folder.started_from(config) if resume else None)
+    adapter = folder.started_from(config) if resume else None
+    session = open_session(config, adapter=adapter, curriculum=curriculum)
     if resume:
         state = folder.restore(config, session.model, session.optimizer)
         session.loader.position = state.position

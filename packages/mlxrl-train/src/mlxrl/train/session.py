@@ -57,17 +57,18 @@ class Session:
         return replace(self.engine.sampling, temperature=self.config.eval.temperature)
 
 
-def open_session(config: TrainConfig, *, adapter: Path | None = None) -> Session:
+def open_session(config: TrainConfig, *, adapter: Path | None = None, curriculum: Curriculum | None = None) -> Session:
     """Build tasks and rewards first, then load the model.
 
     Args:
         config: the run.
         adapter: folder of the adapter that the run started from, where `config.adapter` may have changed since.
+        curriculum: what `make_curriculum` made of the config, where that has been done.
 
     Raises:
         ConfigError: a part of the config cannot be had, or the model does not fit it.
     """
-    curriculum = make_curriculum(config)
+    curriculum = curriculum or make_curriculum(config)
     if adapter is None and config.adapter is not None:
         adapter = Path(config.adapter)
     if adapter is not None and not Path(adapter, "adapter_config.json").is_file():

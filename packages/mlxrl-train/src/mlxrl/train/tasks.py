@@ -3,19 +3,20 @@
 import operator
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from mlxrl.env import Environment, SingleTurnEnv, Suite, SyncEnv, Task, make_env, reward_function
 from mlxrl.rollout import derive_seed
+from mlxrl.rollout.stage import OverrunError, Stage, Ticket
 from mlxrl.train.config import RewardConfig, TrainConfig
 from mlxrl.train.errors import ConfigError
 from mlxrl.train.reward_calls import NamedReward, needed_columns
 from mlxrl.train.rewards import ENVIRONMENT
 
-# Tasks, besides the first, whose environments are asked for their turns.
-NUM_MEASURED = 31
+# Of so many tasks from the start, and as many spread over the others, the environments are asked for their turns.
+NUM_MEASURED = 4
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Curriculum:
         train: the tasks to train on.
         held_out: the tasks to evaluate on, as many as the config asks for.
         rewards: the reward functions, weighted.
-        max_turns: most turns of an episode; where that depends on the task, of some tasks spread over all.
+        max_turns: most turns of an episode, as the environments of some of the tasks have it.
         single_turn: whether the environment is a plain prompt, which has nothing to do but to ask.
     """
 
@@ -41,6 +42,10 @@ class Curriculum:
 
 def make_curriculum(config: TrainConfig) -> Curriculum:
     """Build the environment, its tasks and the reward functions; no model is needed.
+
+    The environments of some tasks are made, asked for their turns, and closed again: of the first four, and of four
+    that are spread over the others, the last among them. Each has `rollout.env_timeout` to be made. One that is not, or
+    breaks, will fail its episodes and not the run, unless it is the first.
 
     Raises:
         ConfigError: the environment, one of its options, its data, or a reward cannot be had; or nothing rewards.
@@ -63,9 +68,10 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
             f"eval.tasks = {config.eval.tasks}, but env_name = {config.env_name!r} holds out no tasks; "
             "set eval.tasks = 0, or data.eval_path, data.eval_split or data.eval_fraction for data."
         )
-    most, single_turn = _measured(config, suite, train[0])
-    if not single_turn and (config.max_turns is None or most < config.max_turns):
-        most = max(most, *_turns_of_others(config, suite, train[1:]))
+    first, *others = _measured(config, suite, _some(train))
+    if isinstance(first, ConfigError):
+        raise first
+    most = max([first.max_turns, *(other.max_turns for other in others if isinstance(other, _Measured))])
     max_turns = min(most, config.max_turns or most)
     longest, buffer = max_turns * config.max_completion_len, config.algorithm.overlong_buffer
     if buffer is not None and buffer > longest:
@@ -77,42 +83,77 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
         suite=suite,
         train=train,
         held_out=held_out[: config.eval.tasks],
-        rewards=_rewards(config, suite, single_turn=single_turn),
+        rewards=_rewards(config, suite, single_turn=first.single_turn),
         max_turns=max_turns,
-        single_turn=single_turn,
+        single_turn=first.single_turn,
     )
 
 
-def _measured(config: TrainConfig, suite: Suite, task: Any) -> tuple[int, bool]:
-    """The most turns that a task's environment takes, and whether it is a plain prompt; it is closed again."""
+def _some(tasks: Sequence[Any]) -> list[Any]:
+    """Tasks from the start, among which turns may take turns, and some up to the last, where they may have grown."""
+    others = tasks[NUM_MEASURED:][::-1]
+    return [*tasks[:NUM_MEASURED], *others[:: -(-len(others) // NUM_MEASURED) or 1]]
+
+
+class _Measured(NamedTuple):
+    max_turns: int
+    single_turn: bool
+
+
+def _measured(config: TrainConfig, suite: Suite, tasks: Sequence[Any]) -> list[_Measured | ConfigError]:
+    """For each task the turns of its environment, and whether it is a plain prompt; or why it cannot be told.
+
+    They are made where rollouts make them, each in a thread of its own and against the clock. Nothing waits long for
+    one to be closed.
+    """
+    stage = Stage(config.rollout.env_timeout or None, len(tasks))
+    made: dict[int, Any] = {}
+
+    def measure(place: int) -> _Measured:
+        made[place] = suite.make(tasks[place], derive_seed(config.seed), 0)
+        return _measure(config, made[place])
+
+    def close(place: int) -> None:
+        if place in made:
+            SyncEnv(made[place]).close()
+
+    places = range(len(tasks))
     try:
-        environment = suite.make(task, derive_seed(config.seed), 0)
-        fits = isinstance(environment, Environment)  # which asks for max_turns too
-        turns: Any = environment.max_turns if fits else None
+        tickets = [stage.submit(place, partial(measure, place), too_late=partial(close, place)) for place in places]
+        return [_heard(config, stage, ticket) for ticket in tickets]
+    finally:
+        stage.break_off([partial(close, place) for place in places])
+        stage.close()
+
+
+def _heard(config: TrainConfig, stage: Stage, ticket: Ticket) -> _Measured | ConfigError:
+    stage.await_answer(ticket)
+    try:
+        return ticket.result()
+    except ConfigError as error:
+        return error
+    except OverrunError:
+        return ConfigError(
+            f"env_name = {config.env_name!r} cannot be made: a task's environment took longer than "
+            f"rollout.env_timeout = {config.rollout.env_timeout:g} s; mend it, or raise the timeout."
+        )
     except (Exception, SystemExit) as error:  # a user's factory may raise anything; it must not look like ours
-        raise ConfigError(f"env_name = {config.env_name!r} cannot be made: {_described(error)}") from error
-    if not fits:
+        return ConfigError(f"env_name = {config.env_name!r} cannot be made: {_described(error)}")
+
+
+def _measure(config: TrainConfig, environment: Any) -> _Measured:
+    if not isinstance(environment, Environment):
         raise ConfigError(
             f"env_name = {config.env_name!r} made a {type(environment).__name__}; "
             "an environment has max_turns, reset, step and state_id."
         )
+    turns: Any = environment.max_turns
     if isinstance(turns, bool) or not hasattr(turns, "__index__") or turns < 1:
         raise ConfigError(
             f"env_name = {config.env_name!r} made an environment with max_turns = {turns!r}; "
             "it must be a whole number of at least 1."
         )
-    with suppress(Exception):  # which costs an episode nothing either
-        SyncEnv(environment).close()
-    return operator.index(turns), isinstance(environment, SingleTurnEnv)
-
-
-def _turns_of_others(config: TrainConfig, suite: Suite, tasks: Sequence[Any]) -> list[int]:
-    """The most turns of some of the tasks; one whose environment cannot be made fails its episodes, not the run."""
-    found = [0]
-    for task in tasks[:: -(-len(tasks) // NUM_MEASURED) or 1]:
-        with suppress(ConfigError):
-            found.append(_measured(config, suite, task)[0])
-    return found
+    return _Measured(operator.index(turns), isinstance(environment, SingleTurnEnv))
 
 
 def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[NamedReward, ...]:
