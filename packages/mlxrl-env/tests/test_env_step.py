@@ -30,6 +30,10 @@ def test_nobody_reads_the_last_observation_so_it_may_be_none(terminated, truncat
     assert as_step_result(StepResult(cast(Any, None), 1.0, terminated, truncated)) == expected
 
 
+def test_nor_does_anybody_where_no_further_action_is_allowed():
+    assert as_step_result((None, 1.0, False, False, {}), last=True) == StepResult("", 1.0, False)
+
+
 def test_chat_messages_are_an_observation():
     messages = [{"role": "tool", "content": "42"}]
     assert as_step_result((messages, 0, 0, {})).observation == ({"role": "tool", "content": "42"},)

@@ -151,6 +151,32 @@ class Gymnasium:
         return [observation]
 
 
+@pytest.mark.parametrize(("most", "turns"), [(None, 3), (2, 2)])
+def test_the_observation_of_the_last_turn_may_be_none_and_no_other(most, turns):
+    class Silent:
+        max_turns = 3
+
+        def reset(self):
+            self.turn = 0
+            return "begin"
+
+        def step(self, action):
+            self.turn += 1
+            return (None if self.turn == turns or action == "too early" else "go on", 0.0, False, {})
+
+        def state_id(self, observation):
+            return observation
+
+    env = SyncEnv(Silent(), most)
+    assert env.max_turns == turns
+    for _ in range(2):  # each episode has its turns
+        env.reset()
+        assert [env.step("a").observation for _ in range(turns)] == ["go on"] * (turns - 1) + [""]
+    env.reset()
+    with pytest.raises(TypeError, match=r"observation of step: expected text or .* got NoneType"):
+        env.step("too early")
+
+
 def test_gymnasiums_reset_and_step_become_an_observation_and_a_result():
     env = SyncEnv(Gymnasium())
     assert (env.reset(), env.step("a")) == ("begin", StepResult("end", 1.0, True))

@@ -309,9 +309,13 @@ def test_an_environment_given_to_several_episodes_fails_them_all_and_no_other(le
 def test_an_episode_says_what_ended_it_and_how_many_turns_it_could_have_had(lend, own, most, terminated, reason):
     class Ends(Steady):
         max_turns = own
+        turn = 0
 
         def step(self, action):
-            return StepResult("x", 1.0, terminated=terminated)
+            self.turn += 1
+            ends = terminated or self.turn == min(own, most or own)
+            observation: Any = None if ends else "x"  # nobody reads the last one
+            return StepResult(observation, 1.0, terminated=terminated)
 
     model, tokenizer = lend("qwen3")
     sampling = SamplingConfig(max_tokens=200, stop=tuple("abcdefghijklmnopqrstuvwxyz"))  # no action is cut

@@ -28,12 +28,13 @@ def as_observation(value: object) -> str | Sequence[Message]:
     return _observation("reset", _without_info(value))
 
 
-def as_step_result(value: object) -> StepResult:
+def as_step_result(value: object, *, last: bool = False) -> StepResult:
     """Normalises what a step returned.
 
     Args:
         value: a StepResult, a 4-tuple (observation, reward, done, info), or a 5-tuple as gymnasium's
             (observation, reward, terminated, truncated, info); an info of None is empty.
+        last: whether no further action is allowed, so that the episode is over whatever the step says.
 
     Returns:
         The checked StepResult, its reward a finite Python float. An observation of None, which nobody reads after the
@@ -45,7 +46,7 @@ def as_step_result(value: object) -> StepResult:
     """
     observation, reward, terminated, truncated, info = _parts(value)
     terminated, truncated = _flag("terminated", terminated), _flag("truncated", truncated)
-    if observation is None and (terminated or truncated):
+    if observation is None and (terminated or truncated or last):
         observation = ""
     return StepResult(
         observation=_observation("step", observation),

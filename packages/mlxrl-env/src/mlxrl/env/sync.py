@@ -21,25 +21,31 @@ class SyncEnv:
 
     Args:
         environment: the environment to play.
+        max_turns: the most actions of an episode, where that is less than the environment's own.
     """
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, max_turns: int | None = None) -> None:
         self._environment = environment
+        self._max_turns = max_turns
+        self._turns = 0
         self._runner: asyncio.Runner | None = None
         self._closed = False
 
     @property
     def max_turns(self) -> int:
         """The most actions an episode takes."""
-        return self._environment.max_turns
+        return self._environment.max_turns if self._max_turns is None else self._max_turns
 
     def reset(self) -> str | Sequence[Message]:
         """Starts the episode and returns the first observation; raises what `as_observation` raises."""
+        self._turns = 0
         return as_observation(self._awaited(self._environment.reset()))
 
     def step(self, action: str) -> StepResult:
         """Takes the model's text; raises what `as_step_result` raises."""
-        return as_step_result(self._awaited(self._environment.step(action)))
+        value = self._awaited(self._environment.step(action))
+        self._turns += 1
+        return as_step_result(value, last=self._turns >= self.max_turns)
 
     def state_id(self, observation: str | Sequence[Message]) -> Hashable:
         """Names the state that shows as `observation`.

@@ -264,7 +264,7 @@ class Episode:
         if isinstance(most, bool) or not hasattr(most, "__index__") or most < 1:
             raise ValueError(f"max_turns must be a whole number of at least 1, got {most!r}")
         self._max_turns = min(int(most), self.limits.max_turns or int(most))
-        return SyncEnv(environment)
+        return SyncEnv(environment, self._max_turns)
 
     def _says_stop(self) -> bool:
         """Whether the action's end spells a stop text; each token adds a byte or more, so that a tail is enough."""
