@@ -77,6 +77,8 @@ def test_rollout_without_ends_is_the_same_number_of_tokens_for_all():
     assert [[one["tokens"] for one in row["rounds"]] for row in report["contestants"]] == [[20, 20]] * 3
     assert_follows_from_rounds(report)
     assert by_name(report)["loop"]["forwards"] == 5
+    assert [one["forwards"] for one in by_name(report)["loop"]["rounds"]] == [5, 5]
+    assert "forwards" in table
     assert report["failed"] == {}
     stats = report["last_rollout"]
     assert 0 < stats["launch_seconds"] + stats["device_seconds"] + stats["environment_seconds"] < stats["seconds"]
@@ -117,6 +119,9 @@ def test_update_trains_the_same_tokens_for_all():
     )
     assert_follows_from_rounds(report)
     assert "2 prompts x 3 samples, 9 tokens and 5 more that are trained" in table
+    # passes are not counted, and no column or key says that they were none
+    assert "forwards" not in table
+    assert not any("forwards" in row for row in [*report["contestants"], *report["contestants"][0]["rounds"]])
     alone, _ = bench("update", "--prompts", 1, "--max-tokens", 2, *SMALL, "--only", "plain")
     assert list(by_name(alone)) == ["mlxrl", "plain"]
 

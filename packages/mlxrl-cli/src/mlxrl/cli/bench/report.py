@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mlxrl.cli.bench import ours
 from mlxrl.cli.bench.models import BenchPolicy
-from mlxrl.cli.bench.race import Outcome, median_ratio
+from mlxrl.cli.bench.race import Outcome, Result, median_ratio
 
 
 def report_of(
@@ -21,7 +21,8 @@ def report_of(
 ) -> dict[str, Any]:
     """Everything that was set and measured, as JSON takes it.
 
-    Seconds, bytes and tokens a second; `ratio` is how many times as fast mlxrl is as the contestant.
+    Seconds, bytes and tokens a second; `ratio` is how many times as fast mlxrl is as the contestant, and `forwards` is
+    left out where they are not counted.
     """
     mine = outcome.results[ours.NAME]
     report = policy.report
@@ -45,17 +46,22 @@ def report_of(
                 "ratio": median_ratio(mine, results),
                 "seconds": median(result.seconds for result in results),
                 "tokens": median(result.tokens for result in results),
-                "forwards": None if results[0].forwards is None else median(result.forwards or 0 for result in results),
+                **_forwards(*results),
                 "peak_bytes": max(result.peak_bytes for result in results),
                 "rounds": [
-                    {"seconds": result.seconds, "tokens": result.tokens, "forwards": result.forwards}
-                    for result in results
+                    {"seconds": result.seconds, "tokens": result.tokens, **_forwards(result)} for result in results
                 ],
             }
             for name, results in outcome.results.items()
         ],
         "failed": dict(outcome.failures),
     }
+
+
+def _forwards(*results: Result) -> dict[str, float]:
+    """The median of the forward passes, if they are counted."""
+    counted = [result.forwards for result in results if result.forwards is not None]
+    return {"forwards": median(counted)} if counted else {}
 
 
 def surroundings(**others: str) -> dict[str, Any]:
@@ -86,7 +92,8 @@ def show(console: Console, report: dict[str, Any], title: str) -> None:
     caption = f"medians of {rounds} rounds" if rounds > 1 else "one round"
     table = Table(box=None, padding=(0, 1), caption=caption, caption_justify="left", pad_edge=False)
     table.add_column("", no_wrap=True)
-    for column in ("tokens/s", "mlxrl is", "time s", "tokens", "forwards", "peak MiB"):
+    passes = any("forwards" in row for row in report["contestants"])
+    for column in ("tokens/s", "mlxrl is", "time s", "tokens", *(["forwards"] * passes), "peak MiB"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["contestants"]:
         table.add_row(
@@ -95,7 +102,7 @@ def show(console: Console, report: dict[str, Any], title: str) -> None:
             "" if row["name"] == ours.NAME else f"{row['ratio']:.2f}x",
             f"{row['seconds']:.3f}",
             f"{row['tokens']:,.0f}",
-            "" if row["forwards"] is None else f"{row['forwards']:,.0f}",
+            *([f"{row['forwards']:,.0f}" if "forwards" in row else ""] * passes),
             f"{row['peak_bytes'] / 2**20:,.1f}",
         )
     console.print(table, highlight=False)
