@@ -86,6 +86,16 @@ def test_an_exit_while_loading_is_an_error_that_names_file_and_code(tmp_path, mo
         load_object("says.py:VALUE")
 
 
+def test_what_is_no_python_is_named_by_its_own_file_and_line(tmp_path, monkeypatch):
+    write(tmp_path, broken="VALUE = 1\ndef f(:\n", through="import broken", shifted="VALUE = 1\n  x = 2\n")
+    monkeypatch.chdir(tmp_path)
+    for reference in ("broken.py:VALUE", "broken:VALUE", "through.py:VALUE"):
+        with pytest.raises(ValueError, match=rf"'{reference}' cannot be loaded: .*/broken.py, line 2: .+; correct it"):
+            load_object(reference)
+    with pytest.raises(ValueError, match=r"shifted.py, line 2: unexpected indent"):
+        load_object("shifted.py:VALUE")
+
+
 def test_an_exit_while_loading_does_not_end_the_program(tmp_path):
     write(tmp_path, leaves="import sys\nsys.exit(0)")
     code = "from mlxrl.env import make_env\nmake_env('leaves.py:make')"

@@ -23,9 +23,18 @@ ROWS = [
         "share": 0.1,
         "hint": None,
         "tests": {"in": [1, None]},
+        "easy": False,
     },
-    {"prompt": CHAT[1:], "answer": "007", "level": -12, "share": 1e-05, "hint": " ü ", "tests": {"in": [2, 3]}},
-    {"prompt": CHAT[1:], "answer": "1.50", "level": None, "share": 2.0, "hint": "true", "tests": None},
+    {
+        "prompt": CHAT[1:],
+        "answer": "007",
+        "level": -12,
+        "share": 1e-05,
+        "hint": " ü ",
+        "tests": {"in": [2, 3]},
+        "easy": True,
+    },
+    {"prompt": CHAT[1:], "answer": "1.50", "level": None, "share": 2.0, "hint": "true", "tests": None, "easy": None},
 ]
 
 
@@ -155,6 +164,7 @@ def test_a_package_that_is_missing_is_named_with_what_to_install(at_home, monkey
 
 CELLS = st.one_of(
     st.none(),
+    st.booleans(),
     st.integers(-(10**20), 10**20),
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
@@ -179,11 +189,70 @@ def test_a_csv_cell_keeps_its_text_or_becomes_the_value_that_was_written(tmp_pat
                 assert before is None
             elif isinstance(after, (list, dict)):
                 assert after == json.loads(text)
-            else:  # a number has the text that the cell had
+            else:  # a number or a boolean has the text that the cell had
                 assert str(after) == text
         kinds = {type(value) for value in written} - {type(None)}
-        if kinds == {int} or kinds == {list} or (kinds == {float} and all("e+" not in str(v) for v in written)):
+        if kinds in ({int}, {list}, {bool}) or (kinds == {float} and all("e+" not in str(v) for v in written)):
             assert read == written
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["true", "false", ""], [True, False, None]),
+        (["True", "False"], [True, False]),
+        (["true", "yes"], ["true", "yes"]),
+        (["TRUE", "1"], ["TRUE", "1"]),
+        (["true", "1"], ["true", "1"]),
+    ],
+)
+def test_a_column_of_csv_holds_booleans_where_each_of_its_cells_is_one(tmp_path, cells, values):
+    (tmp_path / "t.csv").write_text("prompt,answer,n\n" + "".join(f"true,true,{cell}\n" for cell in cells))
+    tasks = make_env("dataset", path=str(tmp_path / "t.csv")).tasks("train")
+    assert [task.columns["n"] for task in tasks] == values
+    assert {(task.prompt, task.columns["answer"]) for task in tasks} == {("true", "true")}  # these stay text
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.jsonl", f'{{"a": 1}}\n{{"a": {DEEP}}}\n', "t.jsonl line 2 is nested too deep to be read"),
+        ("t.json", f'[{{"a": "[[["}},\n{{"a": {DEEP}}}]\n', "t.json line 2 is nested too deep to be read"),
+        ("t.csv", f"b,a\n1,[]\n1,{DEEP}\n", "t.csv line 3, column 'a' is nested too deep to be read; make it flatter"),
+    ],
+)
+def test_what_is_nested_too_deep_is_refused_by_its_line(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_table(str(tmp_path / name))
+
+
+HALF = r"a\ud800b"  # as JSON escapes it
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("t.jsonl", f'{{"a": "x"}}\n{{"a": "{HALF}"}}\n', "line 2, column 'a'"),
+        ("t.jsonl", f'{{"a": [1, {{"b": "{HALF}"}}]}}\n', "line 1, column 'a'"),
+        ("t.jsonl", f'{{"a": {{"{HALF}": 1}}}}\n', "line 1, column 'a'"),
+        ("t.jsonl", f'{{"{HALF}": 1}}\n', r"line 1, column 'a\\ud800b'"),
+        ("t.json", f'[{{"a": "x"}}, {{"a": "{HALF}"}}]', "row 2, column 'a'"),
+        ("t.csv", f'a,b\nx,"[""{HALF}""]"\n', "line 2, column 'b'"),
+    ],
+)
+def test_half_a_character_is_refused_by_its_place_wherever_it_stands(tmp_path, name, text, place):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name} {place} has half a character .* in 'a\\ud800b'; write the whole"):
+        read_table(str(tmp_path / name))
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path):
+    (tmp_path / "t.jsonl").write_text(r'{"a": "\ud83d\ude00"}')
+    assert read_table(str(tmp_path / "t.jsonl")).rows == ((1, {"a": "\N{GRINNING FACE}"}),)
 
 
 @settings(deadline=None)

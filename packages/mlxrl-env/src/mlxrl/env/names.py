@@ -42,8 +42,8 @@ def load_object(reference: str) -> Any:
     each file gets its own, provided that it imports it while it is loaded and not later.
 
     Raises:
-        ValueError: there is no such file, module or object, or loading it ended in sys.exit. What else the user's code
-            raises itself passes through.
+        ValueError: there is no such file, module or object, it is no Python, or loading it ended in sys.exit. What else
+            the user's code raises itself passes through.
     """
     source, _, attribute = reference.rpartition(":")
     module = _load_file(reference, Path(source)) if source.endswith(".py") else _load_module(reference, source)
@@ -66,7 +66,7 @@ def _load_file(reference: str, path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     _put_in_front(path.parent)
     try:
-        with _told_exits(reference):
+        with _told_ends(reference):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -77,7 +77,7 @@ def _load_file(reference: str, path: Path) -> ModuleType:
 def _load_module(reference: str, name: str) -> ModuleType:
     _put_in_front(Path.cwd())
     try:
-        with _told_exits(reference):
+        with _told_ends(reference):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
@@ -89,8 +89,8 @@ def _load_module(reference: str, name: str) -> ModuleType:
 
 
 @contextmanager
-def _told_exits(reference: str) -> Generator[None]:
-    """Has sys.exit end the loading, and not the program, which would end without a word."""
+def _told_ends(reference: str) -> Generator[None]:
+    """Has sys.exit end the loading, and not the program, and has what is no Python name its own file and line."""
     try:
         yield
     except SystemExit as error:
@@ -98,6 +98,10 @@ def _told_exits(reference: str) -> Generator[None]:
         raise ValueError(
             f"{reference!r} cannot be loaded: {place.filename}, line {place.lineno}, ended it by "
             f"sys.exit({error.code!r}); put what only a script does under if __name__ == '__main__'"
+        ) from error
+    except SyntaxError as error:
+        raise ValueError(
+            f"{reference!r} cannot be loaded: {error.filename}, line {error.lineno}: {error.msg}; correct it"
         ) from error
 
 

@@ -41,7 +41,7 @@ _BUILDERS: dict[str, SuiteBuilder | EnvFactory] = {
     "wordle": wordle_suite,
 }
 
-_FACTORY = "an environment factory takes (task, seed, group_index)"
+_FACTORY = "an environment factory takes (task, seed, group_index) by position"
 
 
 class FactorySuite:
@@ -119,7 +119,7 @@ def make_env(name: str, **options: Any) -> Suite:
     if not isinstance(suite, Suite):
         raise TypeError(
             f"environment {name!r} must build a suite (name, rewards, tasks, make), got {type(suite).__name__}; "
-            f"{_FACTORY}, got ({', '.join(inspect.signature(builder).parameters)})"
+            f"{_FACTORY}, got {inspect.signature(builder)}"
         )
     return suite
 
@@ -209,13 +209,12 @@ def _check_factory(name: str, factory: Callable[..., Any]) -> None:
         signature.bind(0, 0, 0)
     except TypeError:
         raise TypeError(
-            f"environment {name!r}: {_FACTORY}, got ({', '.join(signature.parameters)}); "
-            "take those three, and give a default to anything else"
+            f"environment {name!r}: {_FACTORY}, got {signature}; take those three, and give a default to anything else"
         ) from None
 
 
 def _checked(name: str, builder: Callable[..., Any], options: dict[str, Any], *given: str) -> dict[str, Any]:
     own = is_reference(name) and library_builder(name) is None
-    hint = f"; or, if it is to make environments: {_FACTORY}, got ({', '.join(inspect.signature(builder).parameters)})"
+    hint = f"; or, if it is to make environments: {_FACTORY}, got {inspect.signature(builder)}"
     what = f"environment {name!r}"
     return checked_options(what, builder, options, where="[environment]", given=given, hint=hint if own else "")

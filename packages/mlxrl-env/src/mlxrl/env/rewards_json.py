@@ -51,5 +51,5 @@ def _refuse(constant: str) -> Any:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"schema {str(path)!r} cannot be read: {error}") from None

@@ -7,7 +7,7 @@ import importlib
 import io
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from mlxrl.env.names import unknown
 
 HUB = "hf:"
 """What the name of a dataset of the Hugging Face hub begins with."""
+
+_TOO_DEEP = "is nested too deep to be read; make it flatter"
 
 Row = dict[str, Any]
 NumberedRow = tuple[int, Row]
@@ -66,8 +68,9 @@ def read_table(
         texts: columns of a CSV file that stay text, or chat messages where each cell is a JSON list of them.
 
     A CSV file begins with a line of column names. Its cells are text, except that a column whose every cell is a
-    number holds numbers and one whose every cell is a JSON list or object holds those; an empty cell is None. A number
-    counts only in the spelling that JSON gives it (4, 0.5, not 007 or 1.50), so that its text stays the same.
+    number holds numbers, one whose every cell is true or false (or True or False) holds booleans, and one whose every
+    cell is a JSON list or object holds those; an empty cell is None. A number counts only in the spelling that JSON
+    gives it (4, 0.5, not 007 or 1.50), so that its text stays the same.
 
     Raises:
         ValueError: there is no such file or dataset, it is broken or has no rows, an option does not fit it, or the
@@ -76,11 +79,11 @@ def read_table(
     if path.startswith(HUB):
         name = path.removeprefix(HUB)
         _refuse(path, "a dataset of the hub", format=format)
-        return Table(path, name.rpartition("/")[2], "row", _checked(path, _read_hub(path, name, split, subset)))
+        return _checked(Table(path, name.rpartition("/")[2], "row", tuple(_read_hub(path, name, split, subset))))
     file = Path(path).expanduser()
     if file.is_dir():
         _refuse(path, "a folder of a dataset", format=format, subset=subset)
-        return Table(str(file), file.name, "row", _checked(file, _read_folder(file, split)))
+        return _checked(Table(str(file), file.name, "row", tuple(_read_folder(file, split))))
     _refuse(path, "a file", split=split, subset=subset)
     if not file.is_file():
         raise ValueError(f"the file {file} does not exist; correct the path (relative to {Path.cwd()})")
@@ -90,7 +93,7 @@ def read_table(
     unit, read = _READERS[kind]
     if kind == "csv":
         read = partial(_read_csv, texts=texts)
-    return Table(str(file), file.name, unit, _checked(file, read(file)))
+    return _checked(Table(str(file), file.name, unit, tuple(read(file))))
 
 
 def shown(value: object) -> str:
@@ -105,10 +108,34 @@ def _refuse(path: str, what: str, **options: str | None) -> None:
             raise ValueError(f"{name} = {value!r} has no meaning for {what}, which {path!r} is; leave it out")
 
 
-def _checked(source: object, rows: Sequence[NumberedRow]) -> tuple[NumberedRow, ...]:
-    if not rows:
-        raise ValueError(f"{source} has no rows; give it at least one")
-    return tuple(rows)
+def _checked(table: Table) -> Table:
+    """The table, if it has rows, and all of their texts are such as can be encoded."""
+    if not table.rows:
+        raise ValueError(f"{table.source} has no rows; give it at least one")
+    for number, row in table.rows:
+        for column, value in row.items():
+            for text in _texts_of([column, value]):
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise ValueError(
+                        f"{table.place(number)}, column {column!r} has half a character (a lone surrogate) in "
+                        f"{shown(text)}; write the whole character, or leave it out"
+                    ) from None
+    return table
+
+
+def _texts_of(value: object) -> Iterator[str]:
+    """The texts in nested lists and objects, their keys too."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += [*cast(Row, value), *cast(Row, value).values()]
+        elif isinstance(value, list):
+            left += cast(list[object], value)
 
 
 def _read_jsonl(file: Path) -> list[NumberedRow]:
@@ -122,6 +149,8 @@ def _read_jsonl(file: Path) -> list[NumberedRow]:
             raise ValueError(
                 f"{file} line {line} is not JSON ({error}), got {shown(raw)}; write one object a line"
             ) from None
+        except RecursionError:
+            raise ValueError(f"{file} line {line} {_TOO_DEEP}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{file} line {line} must be an object, got {shown(row)}; write one object a line")
         rows.append((line, cast(Row, row)))
@@ -136,6 +165,8 @@ def _read_json(file: Path) -> list[NumberedRow]:
         hint = 'format = "jsonl" reads one object a line' if error.msg == "Extra data" else "write a list of objects"
         line = shown(text.split("\n")[error.lineno - 1])
         raise ValueError(f"{file} line {error.lineno} is not JSON ({error.msg}), got {line}; {hint}") from None
+    except RecursionError:
+        raise ValueError(f"{file} line {_deepest_line(text)} {_TOO_DEEP}") from None
     if not isinstance(values, list):
         raise ValueError(f"{file} must hold a list of objects, got {shown(values)}; write [...] around the rows")
     rows: list[NumberedRow] = []
@@ -160,7 +191,13 @@ def _read_csv(file: Path, texts: Collection[str] = ()) -> list[NumberedRow]:
                 f"{file} line {line} has {len(cells)} cells for {len(names)} columns, got {shown(cells)}; "
                 "put cells with commas, quotes or line ends in double quotes"
             )
-    columns = [_csv_column([cells[i] for _, cells in records], name in texts) for i, name in enumerate(names)]
+    columns: list[Sequence[object]] = []
+    for i, name in enumerate(names):
+        try:
+            columns.append(_csv_column([cells[i] for _, cells in records], name in texts))
+        except RecursionError:
+            line = next(line for line, cells in records if _is_too_deep(cells[i]))
+            raise ValueError(f"{file} line {line}, column {name!r} {_TOO_DEEP}") from None
     return [
         (line, dict(zip(names, values, strict=True)))
         for (line, _), values in zip(records, zip(*columns, strict=True), strict=True)
@@ -190,7 +227,7 @@ def _csv_records(file: Path) -> list[tuple[int, list[str]]]:
 
 def _csv_column(cells: Sequence[str], is_text: bool) -> Sequence[object]:
     """The values of a column's cells; its type is decided by all of them together."""
-    for decode in (_as_chat,) if is_text else (_as_number, _as_nested):
+    for decode in (_as_chat,) if is_text else (_as_number, _BOOLEANS.get, _as_nested):
         values = [decode(cell) if cell else None for cell in cells]
         if all(value is not None or not cell for value, cell in zip(values, cells, strict=True)):
             return values
@@ -204,6 +241,9 @@ def _as_number(cell: str) -> int | float | None:
     return value if json.dumps(value) == cell else None
 
 
+_BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
+
+
 def _as_nested(cell: str) -> object:
     if not cell.lstrip().startswith(("[", "{")):
         return None
@@ -211,6 +251,24 @@ def _as_nested(cell: str) -> object:
         return json.loads(cell)
     except ValueError:
         return None
+
+
+def _is_too_deep(cell: str) -> bool:
+    try:
+        _as_nested(cell)
+    except RecursionError:
+        return True
+    return False
+
+
+def _deepest_line(text: str) -> int:
+    """The line of a JSON text, from 1, in which its brackets are nested deepest."""
+    depth = deepest = place = 0
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
+        depth += (token[0] in "[{") - (token[0] in "]}")
+        if depth > deepest:
+            deepest, place = depth, token.start()
+    return text.count("\n", 0, place) + 1
 
 
 def _as_chat(cell: str) -> object:
