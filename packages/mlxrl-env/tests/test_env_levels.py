@@ -1,5 +1,7 @@
 """What holds for every game with levels, and for wordle: starts, states, ends, nonsense, suites."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,6 +165,10 @@ def test_the_seed_draws_the_levels_and_more_training_leaves_the_evaluation_as_it
         (
             lambda: make_env("frozen-lake", side=3, size=2000),
             r"size \+ eval_size must not exceed .* got 2050 but found",
+        ),
+        *(
+            (partial(make_env, name, size=10**6, eval_size=1), r"size \+ eval_size must be 100000 at most, got 1000001")
+            for name in ("alphabet-sort", "frozen-lake", "sokoban", "tool-math")  # at once, before a level is made
         ),
         (lambda: make_env("sokoban", size=0), "size must be a whole number of at least 1, got 0"),
         (lambda: make_env("tool-math", eval_size=-1), "eval_size must be a whole number of at least 0, got -1"),

@@ -25,9 +25,9 @@ class AlphabetSortEnv(LevelGame):
 
     The first observation is "Sort by letter: Max, Ada. <action>NAME, NAME</action>", later ones "Merge in: Leo, Zoe.
     <action>all names so far</action>". A turn is worth the share of places that hold the right name, divided by the
-    number of turns, so that an episode without a mistake has the return 1. A turn without a list is lost: the same
-    names are asked for again. Later observations do not repeat the names of earlier ones, so the model needs the
-    whole transcript. A state is the names that are asked for.
+    number of turns, so that an episode without a mistake has the return 1. A turn without a list, or with none of the
+    names in it, is lost: the same names are asked for again. Later observations do not repeat the names of earlier
+    ones, so the model needs the whole transcript. A state is the names that are asked for.
 
     See `TextGame` for the other arguments; max_turns is also the number of lists.
 
@@ -68,9 +68,9 @@ class AlphabetSortEnv(LevelGame):
     def play(self, action: str) -> float | None:
         """Compares a list with the right one, place by place, and gives out the next names."""
         listed = _words(action)
-        if not listed:
-            return None
         right = sorted(name.lower() for name in self.names[: self.given])
+        if set(right).isdisjoint(listed):
+            return None
         hits = sum(name == there for name, there in zip(listed, right, strict=False))
         self.ended = self.given == len(self.names)
         self.given += self.count

@@ -9,6 +9,7 @@ from mlxrl.env.game import GameSuite, Start, TextGame
 from mlxrl.env.options import check_whole
 from mlxrl.env.task import Task
 
+MOST_LEVELS = 100_000  # of a suite; each is made to see that it differs, which takes its time
 FRUITLESS_DRAWS = 2_000  # in a row, before levels count as used up
 
 
@@ -39,7 +40,7 @@ def level_suite(name: str, game: Callable[[Task, int], LevelGame], size: int, ev
     Args:
         name: what the suite goes by.
         game: game(task, seed) -> environment.
-        size: number of training tasks.
+        size: number of training tasks; with those to evaluate on `MOST_LEVELS` at most.
         eval_size: number of evaluation tasks; they are the same whatever `size` is.
         seed: draws the levels.
 
@@ -49,6 +50,8 @@ def level_suite(name: str, game: Callable[[Task, int], LevelGame], size: int, ev
     rng = random.Random(check_whole("seed", seed, 0))
     held_out = check_whole("eval_size", eval_size, 0)
     wanted = check_whole("size", size, 1) + held_out
+    if wanted > MOST_LEVELS:
+        raise ValueError(f"size + eval_size must be {MOST_LEVELS} at most, got {wanted}; lower them")
     levels: dict[object, Start] = {}  # by opening, in the order of drawing
     fruitless = 0
     while len(levels) < wanted:
