@@ -94,6 +94,9 @@ def test_what_is_no_python_is_named_by_its_own_file_and_line(tmp_path, monkeypat
             load_object(reference)
     with pytest.raises(ValueError, match=r"shifted.py, line 2: unexpected indent"):
         load_object("shifted.py:VALUE")
+    write(tmp_path, binary="VALUE = 1\n\0")
+    with pytest.raises(ValueError, match=r"'binary.py:VALUE' cannot be loaded: [^N]*null bytes; correct it"):
+        load_object("binary.py:VALUE")
 
 
 def test_an_exit_while_loading_does_not_end_the_program(tmp_path):

@@ -100,9 +100,8 @@ def _told_ends(reference: str) -> Generator[None]:
             f"sys.exit({error.code!r}); put what only a script does under if __name__ == '__main__'"
         ) from error
     except SyntaxError as error:
-        raise ValueError(
-            f"{reference!r} cannot be loaded: {error.filename}, line {error.lineno}: {error.msg}; correct it"
-        ) from error
+        where = f"{error.filename}, line {error.lineno}: " if error.filename else ""  # a null byte has no line
+        raise ValueError(f"{reference!r} cannot be loaded: {where}{error.msg}; correct it") from error
 
 
 def _put_in_front(folder: Path) -> None:
