@@ -398,3 +398,48 @@ def test_help_answers_without_importing_mlx(tmp_path):
     done = subprocess.run([sys.executable, "-c", program, "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert "train" in done.stdout
     assert done.stdout.strip().endswith("False")
+
+
+CORRIDOR = """
+from pathlib import Path
+
+from mlxrl.env import StepResult
+
+
+class Corridor:
+    max_turns = 2
+
+    def reset(self):
+        return "left or right?"
+
+    def step(self, action):
+        return StepResult("still here", 1.0, False)
+
+    def state_id(self, observation):
+        return observation
+
+
+def corridor(task, seed, group_index):
+    with Path(__file__).with_name("made").open("a") as file:
+        file.write(".")
+    return Corridor()
+"""
+
+
+def test_an_environment_of_a_file_is_asked_once_for_its_turns_and_found_from_any_folder(tmp_path):
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    for folder in (begun, elsewhere):
+        folder.mkdir()
+        (folder / "corridor.py").write_text(CORRIDOR if folder is begun else "raise OSError('the namesake')\n")
+    constant = ["--set", "optimizer.schedule=constant", "--set", "optimizer.end_learning_rate=0.0"]
+    own = ["--set", "env_name=corridor.py:corridor", "--set", "rewards=[]", *TINY, *constant]
+    cli("train", "--steps", 1, "--output", "run", *own, "--set", "eval.tasks=0", folder=begun)
+    # of eight tasks for their turns, and 2 groups of 4 to be played
+    assert len((begun / "made").read_text()) == 8 + 8
+    run = begun / "run"
+    more = cli("train", "--output", run, "--resume", "--set", "steps=2", folder=elsewhere)
+    assert "resumed from step 1" in more
+    assert "task     corridor.py:corridor: 100 tasks, rewarded by environment" in more
+    again = cli("train", "--output", run, "--resume", "--steps", 3, *own, "--set", "eval.tasks=0", folder=elsewhere)
+    assert "resumed from step 2" in again
+    assert "(2 tasks, temperature 0)" in cli("eval", run, "--tasks", 2, folder=elsewhere)

@@ -30,6 +30,7 @@ CHANGES = {
     "group_size": ("jsonl", {}, 3, "rollouts"),
     "groups_per_step": ("jsonl", {}, 1, "rollouts"),
     "seed": ("jsonl", {}, 1, "rollouts"),
+    "code_folder": ("rooms", {}, {"code_folder": "PROJECT", "env_name": "my_envs.py:failing"}, "rollouts"),
     "output": ("jsonl", {}, "ELSEWHERE", "folder"),
     "max_prompt_len": ("jsonl", {}, 5, "rollouts"),
     "max_completion_len": ("jsonl", {}, 4, "rollouts"),

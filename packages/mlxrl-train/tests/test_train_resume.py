@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 
 from mlxrl.policy.testing import make_tiny_model
-from mlxrl.train import ConfigError, RunError, config_toml, load_config, make_config, resume, train
+from mlxrl.train import ConfigError, RunError, config_toml, load_config, make_config, open_session, resume, train
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
 # Everything that must survive: dropout, moments, a falling rate, evaluations, several updates, tasks that do not fit.
@@ -268,6 +268,36 @@ def test_data_that_were_replaced_are_refused_and_data_that_moved_are_not(values,
     assert [row["step"] for row in resume(run, fields | {"data.path": str(begun / "kept.jsonl")}).metrics] == [3]
     with pytest.raises(RunError, match=re.escape(f"data.path = '{elsewhere / 'tasks.jsonl'}' does not hold")):
         resume(run, fields | {"steps": 4, "data.path": "tasks.jsonl"})
+
+
+REWARD = "def paid(completions):\n    return [{}.0 for _ in completions]\n"
+
+
+def test_code_of_the_user_is_found_where_the_run_began_and_not_its_namesake(rooms, project, tmp_path, monkeypatch):
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    for number, folder in enumerate((begun, elsewhere)):
+        folder.mkdir()
+        shutil.copy(project / "my_envs.py", folder / "my_envs.py")
+        (folder / "own.py").write_text(REWARD.format(number + 1))
+    (elsewhere / "my_envs.py").write_text("raise OSError('the namesake')\n")
+    monkeypatch.chdir(begun)
+    fields = rooms(env_name="my_envs.py:rooms", rewards=[{"name": "own.py:paid"}], steps=1)
+    del fields["output"]
+    run = train(make_config(fields)).folder
+    assert run == begun / "runs" / "my_envs-grpo-001"
+    monkeypatch.chdir(elsewhere)
+    resume(run, {"steps": 2})
+    assert open_session(load_config(run / "config.toml")).curriculum.max_turns == 3
+    # its own config says no more of where the code lies, and is that of the run all the same
+    train(make_config(fields | {"steps": 3, "output": str(run)}), resume=True)
+    # code that has moved, or that was mended, is what the config says
+    shutil.copy(project / "my_envs.py", elsewhere / "my_envs.py")
+    resume(run, {"steps": 4, "code_folder": "."})
+    assert load_config(run / "config.toml").code_folder == str(elsewhere)
+    metrics = rows(run / "metrics.jsonl")
+    assert [row["rewards/own.py:paid/mean"] for row in metrics] == [1, 1, 1, 2]
+    told = open_session(make_config(rooms(code_folder="."))).inactive
+    assert [sentence.split()[0] for sentence in told] == ["code_folder"]
 
 
 def test_what_is_kept_and_evaluated_may_change_on_the_way(saved, values, project):

@@ -19,6 +19,7 @@ from mlxrl.train import (
     evaluate,
     fitted_overrides,
     load_config,
+    located_config,
     make_curriculum,
     open_session,
     resumed_config,
@@ -45,6 +46,7 @@ def run_train(
         config = resumed_config(str(options["output"]), {**options, **parse_settings(settings)})
     else:
         config = read_config(path, options, settings)
+    config = located_config(config, resume=resume)
     curriculum = make_curriculum(config)
     plan = plan_of(config, curriculum, available_memory_gb)
     if not plan.fit.fits and auto_fit:
@@ -52,7 +54,7 @@ def run_train(
             raise ConfigError(plan.fit.reason)
         changes = fitted_overrides(plan)
         settings = [*settings, *(f"{name}={str(value).lower()}" for name, value in changes.items())]
-        config = read_config(path, options, settings)
+        config = located_config(read_config(path, options, settings), resume=resume)
         warn(f"to fit the memory, {_as_settings(changes)}")
         curriculum = make_curriculum(config)
         plan = plan_of(config, curriculum, available_memory_gb)

@@ -6,7 +6,7 @@ from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_schema, config_toml, load_config, make_config, parse_override
 from mlxrl.train.errors import ConfigError, DynamicSamplingError, RewardError, RunError, RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
-from mlxrl.train.loop import Observer, TrainResult, resume, resumed_config, train
+from mlxrl.train.loop import Observer, TrainResult, located_config, resume, resumed_config, train
 from mlxrl.train.plan import Plan, config_field, fitted_overrides, make_plan, memory_backend
 from mlxrl.train.reward_calls import NamedReward
 from mlxrl.train.rewards import RewardFault, RewardLog, score_rewards
@@ -43,6 +43,7 @@ __all__ = [
     "evaluate",
     "fitted_overrides",
     "load_config",
+    "located_config",
     "make_batch",
     "make_config",
     "make_curriculum",

@@ -181,6 +181,9 @@ class TrainConfig(Section):
     """Tasks a step."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything random: adapter, order of tasks, sampling, dropout."""
+    code_folder: str | None = None
+    """Where the files of env_name and [[rewards]] lie, if they are named by relative paths; by default the folder where
+    the run begins, which its own config keeps."""
     output: str | None = None
     """Run folder; without one, the first free runs/ENVIRONMENT-ALGORITHM-NUMBER. A name that ends in .npz saves the
     last batch under it and makes the folder the name without the ending."""

@@ -5,6 +5,7 @@ import re
 import mlx.core as mx
 
 from mlxrl.train.config import RolloutConfig, TrainConfig
+from mlxrl.train.inputs import names_relative_code
 from mlxrl.train.tasks import Curriculum
 
 
@@ -54,6 +55,11 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum, template: str |
         ),
         (algorithm.clip_low and updates == 1, "algorithm.clip_low", once),
         (algorithm.clip_high and updates == 1, "algorithm.clip_high", once),
+        (
+            config.code_folder and not names_relative_code(config),
+            "code_folder",
+            "is for files of env_name and [[rewards]] that are named by relative paths, of which there are none",
+        ),
         (
             algorithm.gspo_importance == "token",
             "algorithm.gspo_importance",

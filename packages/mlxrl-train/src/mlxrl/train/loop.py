@@ -17,7 +17,7 @@ from mlxrl.train.memory_watch import plan_to_watch, planned_memory, watch_memory
 from mlxrl.train.metrics import Metrics
 from mlxrl.train.records import save_batch, trajectory_record
 from mlxrl.train.rollout_weights import choose_weights, watch_mismatch
-from mlxrl.train.run_folder import CHOICE, RunFolder, RunState, open_run
+from mlxrl.train.run_folder import CHOICE, RunFolder, RunState, open_run, output_paths
 from mlxrl.train.session import Session, open_session
 from mlxrl.train.step import train_step
 from mlxrl.train.tasks import Curriculum
@@ -84,7 +84,7 @@ def train(
         RewardError: a reward function failed on every row, step after step; a checkpoint is saved.
     """
     observer = observer or Observer()
-    config = with_absolute_paths(config)  # an environment may change the working directory
+    config = located_config(config, resume=resume)  # an environment may change the working directory
     folder = open_run(config, resume=resume, force=force)
     adapter = folder.started_from(config) if resume else None
     session = open_session(config, adapter=adapter, curriculum=curriculum)
@@ -174,6 +174,19 @@ def resumed_config(folder: str | Path, overrides: Mapping[str, Any] | None = Non
         raise RunFolderError(f"{folder} holds no run to resume: there is no config.toml.")
     ending = ".npz" if (load_config(folder / "config.toml").output or "").endswith(".npz") else ""
     return load_config(folder / "config.toml", {**(overrides or {}), "output": f"{folder}{ending}"})
+
+
+def located_config(config: TrainConfig, *, resume: bool = False) -> TrainConfig:
+    """The config with its paths seen from the root; what a run does first, and what a plan of it may do before.
+
+    Args:
+        config: the run.
+        resume: whether it goes on with the run of `config.output`, which then tells a `code_folder` that is left out.
+    """
+    saved = output_paths(config)[0] / "config.toml"
+    if resume and config.code_folder is None and saved.is_file():
+        config = config.model_copy(update={"code_folder": load_config(saved).code_folder})
+    return with_absolute_paths(config)
 
 
 def _evaluate(session: Session, folder: RunFolder, step: int) -> Evaluation:

@@ -25,7 +25,7 @@ CHOICE = "rollout_weights"
 """Name of the event that a choice of the rollouts' weights was made."""
 # Fields that may change between a run and its continuation, for they change nothing of what the steps compute; `steps`
 # is one of them as long as the learning rate does not fall towards the last step.
-FREE_ON_RESUME = {"output", "eval", "checkpoint", "logging"}
+FREE_ON_RESUME = {"output", "code_folder", "eval", "checkpoint", "logging"}
 FREE_ROLLOUT_FIELDS = {"rollout.width", "rollout.kv_budget_gb", "rollout.env_timeout"}
 """How much room rollouts have and how long they wait: a run that was killed for memory may go on narrower."""
 

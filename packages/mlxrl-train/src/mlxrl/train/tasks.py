@@ -12,6 +12,7 @@ from mlxrl.rollout import derive_seed
 from mlxrl.rollout.stage import OverrunError, Stage, Ticket
 from mlxrl.train.config import RewardConfig, TrainConfig
 from mlxrl.train.errors import ConfigError
+from mlxrl.train.inputs import in_folder
 from mlxrl.train.reward_calls import NamedReward, needed_columns
 from mlxrl.train.rewards import ENVIRONMENT
 
@@ -57,7 +58,7 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
             raise ConfigError(f"environment.{twice[0]} = {options[twice[0]]!r} is set by [data]; leave it out there.")
         options |= data
     try:
-        suite = make_env(config.env_name, **options)
+        suite = make_env(in_folder(config.code_folder, config.env_name), **options)
         train, held_out = list(suite.tasks("train")), list(suite.tasks("eval"))
     except (Exception, SystemExit) as error:  # a user's module may raise anything when it is imported or built
         raise ConfigError(f"env_name = {config.env_name!r}: {_described(error)}") from error
@@ -164,7 +165,7 @@ def _rewards(config: TrainConfig, suite: Suite, *, single_turn: bool) -> tuple[N
         if any(other.options == reward.options for other in before):
             raise ConfigError(f"rewards: {reward.name!r} is named twice; name it once, with the sum of the weights.")
         try:
-            function = reward_function(reward.name, **reward.options)
+            function = reward_function(in_folder(config.code_folder, reward.name), **reward.options)
             needed = needed_columns(function)
         except Exception as error:  # likewise
             raise ConfigError(f"rewards: {_described(error)}") from error
