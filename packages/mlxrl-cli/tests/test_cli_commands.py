@@ -231,10 +231,34 @@ def test_auto_fit_turns_the_run_down_until_it_fits(tmp_path):
     wide = {"max_prompt_len": 512, "max_completion_len": 256, "update.max_tokens_per_micro_batch": 16384, "steps": 1}
     settings = [word for name, value in wide.items() for word in ("--set", f"{name}={value}")]
     refused = cli("train", *settings, "--available-memory-gb", 0.8, folder=tmp_path, expect=2)
-    assert "gradient_checkpointing = true" in refused
+    assert "gradient_checkpointing = true (was false)" in refused
     fitted = cli("train", *settings, "--dry-run", "--available-memory-gb", 0.8, "--auto-fit", folder=tmp_path)
     assert "gradient_checkpointing = true" in fitted
     assert "It fits" in fitted
+
+
+WIDE = ["--set", "max_prompt_len=512", "--set", "max_completion_len=256", "--set", "gradient_checkpointing=false"]
+WIDE += ["--set", "update.max_tokens_per_micro_batch=16384"]
+
+
+def test_auto_fit_warns_of_what_it_turned_down_and_of_what_it_was(tmp_path):
+    arguments = ["train", *WIDE, "--dry-run", "--available-memory-gb", "0.4", "--auto-fit"]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0
+    (warning,) = done.stderr.splitlines()
+    assert "update.max_tokens_per_micro_batch = 4096 (was 16384)" in warning
+    assert "max_tokens_per_micro_batch = 4096" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "code", "said"), [("4", 0, "It fits"), ("0.4", 1, "(was 16384)"), ("0.1", 1, "the smallest shape")]
+)
+def test_a_script_can_tell_from_a_plan_whether_the_run_fits(gigabytes, code, said, tmp_path):
+    arguments = ["plan", *WIDE, "--available-memory-gb", gigabytes]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code
+    assert said in " ".join(done.stdout.split())
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("name", example_names())

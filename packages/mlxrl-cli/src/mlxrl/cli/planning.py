@@ -1,5 +1,6 @@
 """`plan`, and the preflight of `train`: the predicted memory as a table."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ ACTIVATIONS = ("rollout_activations", "update_activations")
 def run_plan(
     path: Path | None, options: Mapping[str, Any], settings: Sequence[str], available_memory_gb: float | None
 ) -> None:
-    """Print the plan of a config."""
+    """Print the plan of a config; exit code 1 if the run does not fit as asked."""
     config = read_config(path, options, settings)
-    show_plan(Console(), plan_of(config, make_curriculum(config), available_memory_gb))
+    plan = plan_of(config, make_curriculum(config), available_memory_gb)
+    show_plan(Console(), plan)
+    if not plan.fit.fits:
+        sys.exit(1)
 
 
 def plan_of(config: TrainConfig, curriculum: Curriculum, available_memory_gb: float | None) -> Plan:
@@ -61,10 +65,15 @@ def show_plan(console: Console, plan: Plan) -> None:
     for note in parts.extrapolated:
         console.print(f"note: {note} The run may take more and be out of memory.", style="dim", highlight=False)
     console.print(plan.fit.reason, highlight=False)
+    for proposal, change in zip(plan.fit.proposals, changes_of(plan), strict=True):
+        console.print(f"  set {change}: {human_bytes(proposal.peak)}", highlight=False)
+
+
+def changes_of(plan: Plan) -> list[str]:
+    """The proposals as settings, each with the value that it replaces."""
+    changes: list[str] = []
     for proposal in plan.fit.proposals:
         field, old = config_field(proposal.field, proposal.old)
         _, new = config_field(proposal.field, proposal.new)
-        console.print(
-            f"  set {field} = {str(new).lower()} (was {str(old).lower()}): {human_bytes(proposal.peak)}",
-            highlight=False,
-        )
+        changes.append(f"{field} = {str(new).lower()} (was {str(old).lower()})")
+    return changes

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from mlxrl.cli.configs import parse_settings, read_config
-from mlxrl.cli.planning import plan_of, show_plan
+from mlxrl.cli.planning import changes_of, plan_of, show_plan
 from mlxrl.cli.views import make_view, measured, tasks_played
 from mlxrl.policy import adapters_disabled, load_adapter
 from mlxrl.rollout import SamplingConfig
@@ -55,7 +55,7 @@ def run_train(
         changes = fitted_overrides(plan)
         settings = [*settings, *(f"{name}={str(value).lower()}" for name, value in changes.items())]
         config = located_config(read_config(path, options, settings), resume=resume)
-        warn(f"to fit the memory, {_as_settings(changes)}")
+        warn(f"to fit the memory, {', '.join(changes_of(plan))}")
         curriculum = make_curriculum(config)
         plan = plan_of(config, curriculum, available_memory_gb)
     if dry_run:
@@ -63,7 +63,7 @@ def run_train(
         show_plan(console, plan)
         return
     if not plan.fit.fits:
-        changes = _as_settings(fitted_overrides(plan))
+        changes = ", ".join(changes_of(plan))
         advice = f" Set {changes}; --auto-fit does it for you." if plan.fit.run is not None else ""
         if available_memory_gb is not None:
             raise ConfigError(plan.fit.reason + advice)
@@ -119,10 +119,6 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
 def warn(text: str) -> None:
     """A warning on standard error, one line."""
     Console(stderr=True).print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _as_settings(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {str(value).lower()}" for name, value in fields.items())
 
 
 def warnings_of(config: TrainConfig) -> list[str]:
