@@ -250,6 +250,17 @@ def test_auto_fit_warns_of_what_it_turned_down_and_of_what_it_was(tmp_path):
     assert "max_tokens_per_micro_batch = 4096" in done.stdout
 
 
+def test_auto_fit_of_a_resumed_run_turns_down_that_run(trained, tmp_path):
+    folder, _ = trained
+    resumed = ["train", "--resume", "--output", folder / "run", "--steps", 3, *WIDE, "--dry-run"]
+    assert "It fits" in cli(*resumed, folder=tmp_path)
+    fitted = cli(*resumed, "--available-memory-gb", 0.2, "--auto-fit", folder=tmp_path)
+    assert "max_tokens_per_micro_batch = 16384" not in fitted
+    # the run has groups of 4, two a step; the embedded default other ones
+    assert re.search(r"^group_size = 4$", fitted, flags=re.MULTILINE)
+    assert re.search(r"^groups_per_step = 2$", fitted, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("gigabytes", "code", "said"), [("4", 0, "It fits"), ("0.4", 1, "(was 16384)"), ("0.1", 1, "the smallest shape")]
 )

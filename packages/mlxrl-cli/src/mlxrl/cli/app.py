@@ -89,7 +89,7 @@ def plan(
     model: Model = None,
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Predict the memory of a run from the model's config.json, and say what to turn down; 1 if it does not fit."""
+    """Predict a run's memory from the model's config.json, and say what to turn down; exit code 1 if it is too much."""
     from mlxrl.cli import planning
 
     planning.run_plan(config, {} if model is None else {"model_id": model}, set_, available_memory_gb)

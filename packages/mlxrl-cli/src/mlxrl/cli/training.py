@@ -42,19 +42,20 @@ def run_train(
     console = Console()
     if resume and force:
         raise ConfigError("--resume goes on with a run and --force replaces it; give one of them.")
-    if resume and path is None and "output" in options:
-        config = resumed_config(str(options["output"]), {**options, **parse_settings(settings)})
-    else:
-        config = read_config(path, options, settings)
-    config = located_config(config, resume=resume)
+
+    def read(changes: Mapping[str, Any]) -> TrainConfig:
+        fields = {**options, **parse_settings(settings), **changes}
+        saved = resume and path is None and "output" in options
+        config = resumed_config(str(options["output"]), fields) if saved else read_config(path, fields, [])
+        return located_config(config, resume=resume)
+
+    config = read({})
     curriculum = make_curriculum(config)
     plan = plan_of(config, curriculum, available_memory_gb)
     if not plan.fit.fits and auto_fit:
         if plan.fit.run is None:
             raise ConfigError(plan.fit.reason)
-        changes = fitted_overrides(plan)
-        settings = [*settings, *(f"{name}={str(value).lower()}" for name, value in changes.items())]
-        config = located_config(read_config(path, options, settings), resume=resume)
+        config = read(fitted_overrides(plan))
         warn(f"to fit the memory, {', '.join(changes_of(plan))}")
         curriculum = make_curriculum(config)
         plan = plan_of(config, curriculum, available_memory_gb)
