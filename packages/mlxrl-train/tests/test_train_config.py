@@ -399,8 +399,8 @@ def test_data_that_cannot_be_rewarded_or_evaluated_is_refused_before_the_model(v
     assert refusal(rewards=[]) == "env_name = 'jsonl' rewards nothing by itself; add [[rewards]] with a name."
     assert refusal(eval={"tasks": 4}) == (
         "eval.tasks = 4, but env_name = 'jsonl' holds out no tasks; "
-        "set data.eval_path, data.eval_split or data.eval_fraction for data, environment.eval_tasks for a factory of your "
-        "own, or eval.tasks = 0."
+        "set data.eval_path, data.eval_split or data.eval_fraction for data, environment.eval_tasks for your own "
+        "factory, or eval.tasks = 0."
     )
     path = str(project / "tasks.jsonl")
     assert refusal(rewards=[{"name": "code-tests"}]) == (

@@ -67,8 +67,8 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
     if config.eval.tasks and not held_out:
         raise ConfigError(
             f"eval.tasks = {config.eval.tasks}, but env_name = {config.env_name!r} holds out no tasks; "
-            "set data.eval_path, data.eval_split or data.eval_fraction for data, environment.eval_tasks for a factory of "
-            "your own, or eval.tasks = 0."
+            "set data.eval_path, data.eval_split or data.eval_fraction for data, environment.eval_tasks for your own "
+            "factory, or eval.tasks = 0."
         )
     first, *others = _measured(config, suite, _some(train))
     if isinstance(first, ConfigError):
