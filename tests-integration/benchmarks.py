@@ -1,4 +1,4 @@
-"""mlxrl's rollouts beside other ways to sample, written to results/bench.json; `nox -s bench` runs it.
+"""mlxrl's rollouts and updates beside others', written to results/bench.json; `nox -s bench` runs it.
 
 Each race is one `mlxrl-cli bench`, in which all play the same work in turn. Prints the table that the README quotes.
 """
@@ -19,7 +19,8 @@ RACES = {
     "64 rows that end early": ("rollout", "--ends", "early"),
     "16 episodes of 3 turns": ("multiturn",),
     "32 episodes of 3 turns": ("multiturn", "--tasks", "4"),
-    "32 episodes, weights merged": ("multiturn", "--tasks", "4", "--weights", "merged"),
+    "64 episodes, weights merged": ("multiturn", "--tasks", "8", "--weights", "merged"),
+    "update, vocabulary of 32,000": ("update", "--shape", "tiny-32k"),
 }
 
 
@@ -50,11 +51,12 @@ def race(command: tuple[str, ...]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as the README shows them."""
-    lines = ["| work | who | tokens/s | mlxrl is |", "|---|---|---|---|"]
+    lines = ["| work | who | tokens/s | peak MiB | mlxrl is |", "|---|---|---|---|---|"]
     for name, report in results["races"].items():
         for row in report["contestants"]:
             ratio = "" if row["name"] == "mlxrl" else f"{row['ratio']:.1f} times as fast"
-            lines.append(f"| {name} | {row['name']} | {row['tokens_per_second']:,.0f} | {ratio} |")
+            figures = f"{row['tokens_per_second']:,.0f} | {row['peak_bytes'] / 2**20:,.0f}"
+            lines.append(f"| {name} | {row['name']} | {figures} | {ratio} |")
     model = next(iter(results["races"].values()))["model"]
     sentence = f"{results['date']}, {results['machine']}; {model['layers']} random {model['dtype']} layers, LoRA 8"
     return "\n".join([*lines, "", f"({sentence}; medians of 3 rounds.)"])
