@@ -1,43 +1,22 @@
 """The commands as a user meets them: what is printed, the exit code, what lies on disk."""
 
-import io
 import json
 import re
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 
-from mlxrl.cli import gates, main
+from mlxrl.cli import gates
 from mlxrl.cli.configs import example_names, example_text
 from mlxrl.cli.embedded import embedded_model_path
 from mlxrl.policy.testing import make_tiny_model
 from mlxrl.train import ConfigError, load_config, make_config
 
-TINY = ["--set", "groups_per_step=2", "--group-size", "4", "--max-tokens", "16", "--set", "eval.tasks=4"]
-PROGRAM = "import sys; sys.argv[0] = 'mlxrl-cli'; from mlxrl.cli import main; main()"
-
-
-def cli(*arguments, folder, expect=0):
-    """What the command printed: on standard output when it should succeed, on standard error otherwise."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.chdir(folder)
-        patch.setenv("COLUMNS", "200")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr(sys, "argv", ["mlxrl-cli", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-    assert (stopped.value.code or 0) == expect, f"{out.getvalue()}\n{err.getvalue()}"
-    return out.getvalue() if expect == 0 else err.getvalue()
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from .command import PROGRAM, TINY, cli, rows
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +163,6 @@ def test_a_config_that_cannot_run_is_one_message_before_any_model_is_loaded(argu
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_dry_run_shows_config_and_plan_and_writes_nothing(tmp_path):
-    output = cli("train", "--dry-run", "--steps", 7, folder=tmp_path)
-    assert "steps = 7" in output
-    assert "peak" in output
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_run_says_what_it_samples_from_and_its_plan_counts_the_copy(tmp_path):
     merged = ["--set", "rollout.weights=merged"]
     # most of the embedded model's 169 thousand float32 weights are in layers that carry an adapter
@@ -213,63 +185,6 @@ def test_a_run_says_what_it_samples_from_and_its_plan_counts_the_copy(tmp_path):
     # base and trained are each asked for themselves, not a merged copy of one of the two for both
     base, after = cli("eval", "run", "--tasks", 20, "--temperature", 1, folder=tmp_path).splitlines()
     assert base.split(maxsplit=1)[1] != after.split(maxsplit=1)[1]
-
-
-def test_a_plan_tells_what_was_measured_from_what_was_not(tmp_path):
-    dense, mixture = (make_tiny_model(tmp_path / name, name) for name in ("qwen3", "qwen3_moe"))
-    measured, derived = (cli("plan", "--model", model, folder=tmp_path) for model in (dense, mixture))
-    assert re.search(r"weights .* counted", measured)
-    assert re.search(r"update activations .* measured on cpu", measured)
-    assert "at least" not in measured
-    assert re.search(r"update activations .* extrapolated", derived)
-    assert re.search(r"peak +at least", derived)
-    assert "expert layers are derived" in derived
-    assert "the run needs at least" in " ".join(derived.split())
-
-
-def test_auto_fit_turns_the_run_down_until_it_fits(tmp_path):
-    wide = {"max_prompt_len": 512, "max_completion_len": 256, "update.max_tokens_per_micro_batch": 16384, "steps": 1}
-    settings = [word for name, value in wide.items() for word in ("--set", f"{name}={value}")]
-    refused = cli("train", *settings, "--available-memory-gb", 0.8, folder=tmp_path, expect=2)
-    assert "gradient_checkpointing = true (was false)" in refused
-    fitted = cli("train", *settings, "--dry-run", "--available-memory-gb", 0.8, "--auto-fit", folder=tmp_path)
-    assert "gradient_checkpointing = true" in fitted
-    assert "It fits" in fitted
-
-
-WIDE = ["--set", "max_prompt_len=512", "--set", "max_completion_len=256", "--set", "gradient_checkpointing=false"]
-WIDE += ["--set", "update.max_tokens_per_micro_batch=16384"]
-
-
-def test_auto_fit_warns_of_what_it_turned_down_and_of_what_it_was(tmp_path):
-    arguments = ["train", *WIDE, "--dry-run", "--available-memory-gb", "0.4", "--auto-fit"]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0
-    (warning,) = done.stderr.splitlines()
-    assert "update.max_tokens_per_micro_batch = 4096 (was 16384)" in warning
-    assert "max_tokens_per_micro_batch = 4096" in done.stdout
-
-
-def test_auto_fit_of_a_resumed_run_turns_down_that_run(trained, tmp_path):
-    folder, _ = trained
-    resumed = ["train", "--resume", "--output", folder / "run", "--steps", 3, *WIDE, "--dry-run"]
-    assert "It fits" in cli(*resumed, folder=tmp_path)
-    fitted = cli(*resumed, "--available-memory-gb", 0.2, "--auto-fit", folder=tmp_path)
-    assert "max_tokens_per_micro_batch = 16384" not in fitted
-    # the run has groups of 4, two a step; the embedded default other ones
-    assert re.search(r"^group_size = 4$", fitted, flags=re.MULTILINE)
-    assert re.search(r"^groups_per_step = 2$", fitted, flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("gigabytes", "code", "said"), [("4", 0, "It fits"), ("0.4", 1, "(was 16384)"), ("0.1", 1, "the smallest shape")]
-)
-def test_a_script_can_tell_from_a_plan_whether_the_run_fits(gigabytes, code, said, tmp_path):
-    arguments = ["plan", *WIDE, "--available-memory-gb", gigabytes]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == code
-    assert said in " ".join(done.stdout.split())
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("name", example_names())
