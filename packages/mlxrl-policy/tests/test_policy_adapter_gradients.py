@@ -1,3 +1,5 @@
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -35,7 +37,14 @@ def slopes(model: nn.Module, x: mx.array, *, lean: bool):
         return nn.value_and_grad(model, loss)(model)
 
 
-DTYPES = [mx.float32, mx.bfloat16]
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+# Of the norm of what autodiff makes of mixed types; beside bfloat16 products are rounded to its 8 bits.
+TOLERANCES = {mx.float32: 1e-5, mx.float16: 2**-9, mx.bfloat16: 2**-6}
+
+
+def distance(got: mx.array, expected: mx.array) -> float:
+    got, expected = got.astype(mx.float32), expected.astype(mx.float32)
+    return float(mx.linalg.norm(got - expected) / mx.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,14 +60,19 @@ def test_value_and_slopes_of_the_term_are_those_of_autodiff(shape, dtype):
 
     (expected,), expected_slopes = mx.vjp(plain, [x, a, b], [slope])
     (got,), got_slopes = mx.vjp(lambda x, a, b: low_rank_term(x, a, b, 1.5), [x, a, b], [slope])
-    assert mx.array_equal(got, expected)
-    for got_slope, expected_slope in zip(got_slopes, expected_slopes, strict=True):
-        assert (got_slope.dtype, got_slope.shape) == (expected_slope.dtype, expected_slope.shape)
-        error = mx.linalg.norm((got_slope - expected_slope).astype(mx.float32))
-        assert error <= 1e-5 * mx.linalg.norm(expected_slope.astype(mx.float32))
+    for one, other in zip([got, *got_slopes], [expected, *expected_slopes], strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert distance(one, other) <= TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_slopes_beside_float16_leave_a_gradient():
+    x, a, b = mx.ones((4, 8), mx.float16), mx.ones((8, 2)), mx.full((2, 6), 1e-3)
+    slope = mx.full((4, 6), 2e-7, mx.float16)  # times b it is less than float16 can hold
+    _, (_, slope_a, _) = mx.vjp(lambda x, a, b: low_rank_term(x, a, b, 1.0), [x, a, b], [slope])
+    assert distance(slope_a, mx.full((8, 2), 4 * 6 * slope[0, 0].item() * 1e-3)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_layers_that_keep_less_have_the_same_gradient(dtype):
     peaks, results = {False: [], True: []}, []
     for num_layers in (12, 48):
@@ -74,21 +88,25 @@ def test_layers_that_keep_less_have_the_same_gradient(dtype):
     assert lean < 1.1 * x.nbytes  # its input
     assert lean < {mx.float32: 1.05, mx.bfloat16: 0.6}[dtype] * plain
     (value, gradient), (lean_value, lean_gradient) = results[:2]
-    assert value.item() == lean_value.item()
+    assert lean_value.item() == pytest.approx(value.item(), rel=TOLERANCES[dtype])
     expected, got = dict(tree_flatten(gradient)), dict(tree_flatten(lean_gradient))
     assert expected.keys() == got.keys()
     assert len(expected) == 2 * 12
     for name, wanted in expected.items():
-        assert mx.linalg.norm(got[name] - wanted) <= 1e-5 * mx.linalg.norm(wanted), name
+        assert distance(got[name], wanted) <= TOLERANCES[dtype], name
+
+
+def set_base_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.Linear | nn.RMSNorm):
+            module.set_dtype(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_scores_have_the_gradient_of_plain_layers(policy, tokens, mask, checkpointed, dtype, monkeypatch):
     model = policy("qwen3", grad_checkpoint=checkpointed)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.Linear | nn.RMSNorm):
-            module.set_dtype(dtype)
+    set_base_dtype(model, dtype)
     called = []
     lean_call = LeanLoRALinear.__call__
 
@@ -96,16 +114,21 @@ def test_scores_have_the_gradient_of_plain_layers(policy, tokens, mask, checkpoi
         called.append(x.dtype)
         return lean_call(self, x)
 
-    def gradient():
+    def gradient() -> mx.array:
         loss = lambda: score(model, tokens, mask, with_gradient=True).logprobs.sum()  # noqa: E731
-        return dict(tree_flatten(nn.value_and_grad(model, loss)()[1]))
+        slopes: Any = tree_flatten(nn.value_and_grad(model, loss)()[1])
+        return mx.concatenate([slope.flatten() for _, slope in slopes])
 
     monkeypatch.setattr(LeanLoRALinear, "__call__", call)
     lean = gradient()
     assert set(called) == {dtype}
     monkeypatch.setattr(LeanLoRALinear, "__call__", LoRALinear.__call__)
-    for name, wanted in gradient().items():
-        assert mx.linalg.norm(lean[name] - wanted) <= 1e-5 * mx.linalg.norm(wanted), name
+    plain = gradient()
+    set_base_dtype(model, mx.float32)
+    exact = gradient()
+    if dtype == mx.float32:
+        assert distance(lean, exact) <= 1e-5
+    assert distance(lean, exact) <= 1.25 * distance(plain, exact) + 1e-5  # no further from the truth
     classes = {type(module) for module in model.modules()}
     assert LoRALinear in classes
     assert LeanLoRALinear not in classes

@@ -17,7 +17,10 @@ from mlx_lm.tuner.lora import LoRALinear
 
 @contextmanager
 def lean_adapters(module: nn.Module) -> Iterator[None]:
-    """Within the context every LoRA layer of `module` that is called keeps its input alone; values stay as they are."""
+    """Within the context every LoRA layer of `module` that is called keeps its input alone.
+
+    Values and gradients stay as they are, within rounding.
+    """
     layers = [layer for layer in module.modules() if type(layer) is LoRALinear]
     for layer in layers:
         layer.__class__ = LeanLoRALinear
@@ -26,39 +29,65 @@ def lean_adapters(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.__class__ = LoRALinear
+            layer.__dict__.pop("_made", None)
 
 
 class LeanLoRALinear(LoRALinear):
     """`LoRALinear` whose low-rank term is one operation."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.linear(x) + low_rank_term(self.dropout(x), self.lora_a, self.lora_b, self.scale)
+        term = low_rank_term(self.dropout(x), self.lora_a, self.lora_b, self.scale, self._factors(x.dtype))
+        return self.linear(x) + term
+
+    def _factors(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Those of the products, made once for all passes over the same factors."""
+        made = self.__dict__.get("_made")
+        if made is None or made[0] is not self.lora_a or made[1] is not self.lora_b:
+            made = self.lora_a, self.lora_b, product_factors(self.lora_a, self.lora_b, self.scale, dtype)
+            object.__setattr__(self, "_made", made)  # not among the parameters
+        return made[2]
 
 
-def low_rank_term(x: mx.array, a: mx.array, b: mx.array, scale: float) -> mx.array:
-    """scale * (x A) B, computed in the type of the factors and rounded once to that of x.
+def product_factors(a: mx.array, b: mx.array, scale: float, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """A and scale * B in the type that their products with arrays of `dtype` are taken in.
+
+    Beside bfloat16 that is bfloat16, which has float32's range at half of its bytes: an input cast to float32 and a
+    term in it would be most of what a training step reads and writes. Sums are float32 either way. float16 has not
+    that range, small slopes would be lost: beside it, as beside float32, it is the type of the factors.
+    """
+    kind = dtype if dtype == mx.bfloat16 else a.dtype
+    return a.astype(kind), (scale * b).astype(kind)
+
+
+def low_rank_term(
+    x: mx.array, a: mx.array, b: mx.array, scale: float, factors: tuple[mx.array, mx.array] | None = None
+) -> mx.array:
+    """scale * (x A) B, rounded to x's type; the factors have gradients of their own type.
 
     Args:
         x: `[..., D]`.
         a: `[D, r]`.
         b: `[r, N]`.
         scale: factor.
+        factors: `product_factors(a, b, scale, x.dtype)`, where they are at hand.
 
     Returns:
         `[..., N]` of x's type.
     """
+    a_D_r, b_r_N = factors or product_factors(a, b, scale, x.dtype)
+    kind = a_D_r.dtype
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-        return (scale * ((x @ a) @ b)).astype(x.dtype)
+        return ((x.astype(kind) @ a_D_r) @ b_r_N).astype(x.dtype)
 
     def backward(primals: tuple[mx.array, ...], slope: mx.array, output: mx.array) -> tuple[mx.array, ...]:
         x, a, b = primals
         (x,) = mx.depends([x], [slope])  # or MLX would cast the inputs of all layers at once
-        x_M_D, slope_M_N = (values.reshape(-1, values.shape[-1]).astype(a.dtype) for values in (x, slope))
-        slope_M_N = scale * slope_M_N
-        slope_M_r = slope_M_N @ b.T
-        slope_a, slope_b = x_M_D.T @ slope_M_r, (x_M_D @ a).T @ slope_M_N
-        slope_x = (slope_M_r @ a.T).astype(x.dtype).reshape(x.shape)
+        x_M_D, slope_M_N = (values.reshape(-1, values.shape[-1]).astype(kind) for values in (x, slope))
+        slope_M_r = slope_M_N @ b_r_N.T
+        slope_a = (x_M_D.T @ slope_M_r).astype(a.dtype)
+        slope_b = scale * ((x_M_D @ a_D_r).T @ slope_M_N).astype(b.dtype)
+        slope_x = (slope_M_r @ a_D_r.T).astype(x.dtype).reshape(x.shape)
         # the factors' gradients first: left for the end, they would keep x and the slope of every layer
         (slope_x,) = mx.depends([slope_x], [slope_a, slope_b])
         return slope_x, slope_a, slope_b

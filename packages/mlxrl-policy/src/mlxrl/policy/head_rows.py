@@ -12,6 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxrl.policy.head import Head
+from mlxrl.policy.head_kernel import judged_by_kernel
+from mlxrl.policy.rows import dequantized_once, on_cuda
 
 Results = tuple[mx.array, mx.array, mx.array]
 """Log-probabilities of the targets, entropies, and 1 where the target is the likeliest choice; float32."""
@@ -100,8 +102,10 @@ def chunks_with_slopes(
     hidden states' dtype, as the gradient that any backward pass sends into the trunk.
     """
     cuts = list(range(size, targets_M.size, size))
-    judge = _judged_in_few_kernels if mx.default_device().type == mx.gpu else judged
+    is_gpu = mx.default_device().type == mx.DeviceType.gpu
+    judge = judged_by_kernel if on_cuda() else _judged_in_few_kernels if is_gpu else judged
 
+    @dequantized_once()
     def forward(hidden_M_D: mx.array) -> WithSlopes:
         results: list[WithSlopes] = []
         chunks = zip(*(mx.split(values, cuts) for values in (hidden_M_D, targets_M, temperature_M)), strict=True)

@@ -7,7 +7,9 @@ it compiles a kernel, which takes half a minute: where texts are read, the weigh
 let go again. The layer's *instance* is moved to a subclass of its class, so that it stays what mlx-lm takes it for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
@@ -62,8 +64,12 @@ def dequantized_product(layer: Any, x: mx.array) -> mx.array:
     """
 
     def weight() -> mx.array:
-        parts = layer.weight, layer.scales, layer.get("biases")
-        return mx.dequantize(*parts, layer.group_size, layer.bits, layer.mode).astype(x.dtype)
+        held = _held_weights.get()
+        if held is None:
+            return _dequantized(layer, x.dtype)
+        if id(layer) not in held:
+            held[id(layer)] = _dequantized(layer, x.dtype)
+        return held[id(layer)]
 
     def product(x: mx.array) -> mx.array:
         return x @ weight().T
@@ -74,6 +80,24 @@ def dequantized_product(layer: Any, x: mx.array) -> mx.array:
     run: Any = mx.custom_function(product)
     run.vjp(backward)
     return run(x)
+
+
+@contextmanager
+def dequantized_once() -> Iterator[None]:
+    """Within the context a layer's weights are dequantized for its first product, and held for the others."""
+    token = _held_weights.set({})
+    try:
+        yield
+    finally:
+        _held_weights.reset(token)
+
+
+_held_weights: ContextVar[dict[int, mx.array] | None] = ContextVar("held_weights", default=None)
+
+
+def _dequantized(layer: Any, dtype: mx.Dtype) -> mx.array:
+    parts = layer.weight, layer.scales, layer.get("biases")
+    return mx.dequantize(*parts, layer.group_size, layer.bits, layer.mode).astype(dtype)
 
 
 def _is_text(x: mx.array) -> bool:
