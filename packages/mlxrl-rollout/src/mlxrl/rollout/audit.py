@@ -20,6 +20,9 @@ MORE = ([6, 2], [2], [1, 5, 3, 2])
 LAST = 4
 # Share of the logits' own size; float16 rounding stays within 0.01, a wrong mask or position is far outside.
 TOLERANCE = 0.05
+# Through many layers of bfloat16 rounding takes more: this many times what it takes between plain passes is tolerated,
+# up to a cap, for between those of a model that sees the future it is no rounding. Known faults are of 0.3 and more.
+ROUNDING_MULTIPLE, MOST_TOLERANCE = 3, 0.2
 # The ways to play the three rows, the fastest first: which of them share a cache, and whether they are read padded.
 WAYS = (([[0, 1, 2]], True), ([[0, 1, 2]], False), ([[0], [1], [2]], False))
 
@@ -83,22 +86,45 @@ def _audit(model: nn.Module) -> Audit:
         return Audit(batched=False, ragged=False, reason=REFUSED[module])
     reason = ROW_BY_ROW.get(module, "")
     texts = [[*prompt, *STEPS, *more, LAST] for prompt, more in zip(PROMPTS, MORE, strict=True)]
-    truth = [model(mx.array([text]))[0].astype(mx.float32) for text in texts]
+    truth = [_plain(model, text) for text in texts]
+    tolerance = _tolerance(model, texts, truth)
     for groups, ragged in WAYS[-1:] if reason else WAYS:
         try:
-            played: dict[int, list[mx.array]] = {}
             sample: Cache | None = None
+            distances: list[float] = []
             for rows in groups:
-                sample, logits = _play(model, rows, ragged=ragged)
-                played |= logits
-            differing = [row for row, logits in played.items() if not _agree(logits, truth[row], row)]
+                sample, played = _play(model, rows, ragged=ragged)
+                for row, logits in played.items():
+                    distances += _distances(mx.stack(logits), truth[row][_places(row)])
         except Exception as error:  # each model's code refuses in its own way what it cannot do
-            reason = reason or f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             continue
-        if not differing:
+        if max(distances) <= tolerance:
             return Audit(batched=len(groups) == 1, ragged=ragged, reason=reason, sample=sample)
-        reason = reason or "its logits differ from those of a pass over the whole text"
+        reason = (
+            f"its logits differ from those of a pass over the whole text by {max(distances):.2g} of their size, "
+            f"where rounding may take {tolerance:.2g}"
+        )
     return Audit(batched=False, ragged=False, reason=reason)
+
+
+def _plain(model: nn.Module, text: Sequence[int]) -> mx.array:
+    """Logits float32 `[T, V]` of a pass over a text alone, without a cache."""
+    return model(mx.array([text]))[0].astype(mx.float32)
+
+
+def _tolerance(model: nn.Module, texts: Sequence[list[int]], truth: Sequence[mx.array]) -> float:
+    """How far from the truth logits may be, by how far rounding alone takes this model's.
+
+    Rounding shows where a text is read alone, as far as its first token, or as the beginning of a longer text: what is
+    said of the tokens that both have is the same, but other kernels compute it.
+    """
+    rounding: list[float] = []
+    for text, truth_T_V in zip(texts, truth, strict=True):
+        for other in (text[:1], 4 * text):
+            both = min(len(other), len(text))
+            rounding += _distances(_plain(model, other)[:both], truth_T_V[:both])
+    return min(max(TOLERANCE, ROUNDING_MULTIPLE * max(rounding)), MOST_TOLERANCE)
 
 
 def _play(model: nn.Module, rows: Sequence[int], *, ragged: bool) -> tuple[Cache, dict[int, list[mx.array]]]:
@@ -136,10 +162,16 @@ def _play(model: nn.Module, rows: Sequence[int], *, ragged: bool) -> tuple[Cache
     return select(cache, [0]), played
 
 
-def _agree(logits: Sequence[mx.array], truth_T_V: mx.array, row: int) -> bool:
+def _places(row: int) -> mx.array:
+    """After which tokens of a row's text the engine's logits are."""
     end = len(PROMPTS[row])
     more = end + len(STEPS) + len(MORE[row])
-    true_5_V = truth_T_V[mx.array([end - 1, end, end + 1, more - 1, more])]
-    distance_5 = mx.linalg.norm(mx.stack(list(logits)).astype(mx.float32) - true_5_V, axis=-1)
-    size_5 = mx.linalg.norm(true_5_V - true_5_V.mean(axis=-1, keepdims=True), axis=-1)
-    return bool(mx.all(distance_5 <= TOLERANCE * size_5).item())
+    return mx.array([end - 1, end, end + 1, more - 1, more])
+
+
+def _distances(logits_T_V: mx.array, truth_T_V: mx.array) -> list[float]:
+    """How far from the truth logits are, as shares of its own size, by position; infinite where they are no numbers."""
+    distance_T = mx.linalg.norm(logits_T_V.astype(mx.float32) - truth_T_V, axis=-1)
+    size_T = mx.linalg.norm(truth_T_V - truth_T_V.mean(axis=-1, keepdims=True), axis=-1)
+    shares: Any = mx.nan_to_num(distance_T / mx.maximum(size_T, 1e-9), nan=mx.inf, posinf=mx.inf).tolist()
+    return shares
