@@ -96,6 +96,20 @@ def test_layers_that_keep_less_have_the_same_gradient(dtype):
         assert distance(got[name], wanted) <= TOLERANCES[dtype], name
 
 
+def test_factors_are_made_once_and_again_when_they_change():
+    model, x = chain(1, 8, mx.bfloat16), mx.random.normal((4, 8)).astype(mx.bfloat16)
+    (layer,) = model.layers
+    with lean_adapters(model):
+        model(x)
+        made = layer._made
+        model(x)
+        assert layer._made is made
+        layer.lora_b = 2 * layer.lora_b
+        got = model(x)
+    assert not hasattr(layer, "_made")
+    assert distance(got, model(x)) < 2**-7
+
+
 def set_base_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.Linear | nn.RMSNorm):

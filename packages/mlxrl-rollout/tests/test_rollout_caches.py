@@ -47,8 +47,8 @@ class Histories:
             expected = attend(np.array(queries[row, :, :length]), *self.seen[row], window=self.window)
             np.testing.assert_allclose(attended[row, :, :length], expected, atol=1e-5)
 
-    def select(self, rows):
-        chosen = Histories(select(self.cache, rows)[0], 0, self.window)
+    def select(self, rows, *, with_room=False):
+        chosen = Histories(select(self.cache, rows, with_room=with_room)[0], 0, self.window)
         chosen.seen = [self.seen[row] for row in rows]
         return chosen
 
@@ -102,7 +102,7 @@ def test_rows_attend_to_their_own_history_whatever_becomes_of_the_batch(new, ste
                 rows.read(data.draw(lengths_of(len(rows.seen))), seed)
             elif what == "select":
                 places = st.lists(st.integers(0, len(rows.seen) - 1), min_size=1, max_size=4)
-                kept, rows = rows, rows.select(data.draw(places))
+                kept, rows = rows, rows.select(data.draw(places), with_room=data.draw(st.booleans()))
                 kept.read([1] * len(kept.seen), seed)  # the cache selected from goes on as if nothing had been
             else:
                 others = new(num_rows := data.draw(st.integers(1, 2)))
@@ -155,6 +155,18 @@ def test_a_selection_leaves_the_cache_as_it_was():
     np.testing.assert_array_equal(layer.keys, before)
     assert layer.host_padding == [0, 2]
     assert chosen.cache[0].host_padding == [0, 0]
+
+
+def test_rows_that_read_on_keep_their_room_and_others_only_what_is_written():
+    rows = rows_cache(3)
+    rows.read([4, 2, 4], 0)
+    assert rows.select([0]).cache[0].keys.shape[2] == 4
+    staying = rows.select([1, 2], with_room=True)
+    size = staying.cache[0].keys.shape[2]
+    assert size == BatchKVCache.step
+    for seed in range(1, size - 4 + 1):
+        staying.read([1, 1], seed)
+    assert staying.cache[0].keys.shape[2] == size  # no step had to grow
 
 
 @given(lengths=st.lists(st.integers(1, 3000), max_size=40), ragged=st.booleans())

@@ -53,7 +53,7 @@ class BackendConstants:
         checkpoint_blocks: the same with checkpointing, on top of the blocks' inputs: a recomputed block, cotangents.
         delta_states: recurrent states a token that the backward pass of one gated-delta layer holds.
         chunk: logits that a chunk of the head holds, and positions that it has at least, as in `mlxrl.policy.score`.
-        head_copies: float32 arrays of a chunk's logits, its slopes computed beside it.
+        head_copies: arrays of a chunk's logits, its slopes computed beside it, as if in float32.
         head_chunks: chunks whose arrays exist at once, the host launching ahead.
         dequantised: 1 where texts are multiplied with quantised weights in their dense form, one matrix at a time: the
             head's for its chunks, and while prompts are read those of all blocks, the host launching ahead; else 0.
@@ -100,7 +100,7 @@ _CUDA = BackendConstants(
     checkpoint_blocks=3.3,  # 3.0 to 3.6
     delta_states=2.4,  # assumed to be those of the CPU
     chunk=(2**25, 256),
-    head_copies=4,
+    head_copies=2,  # logits, slopes and the slopes passed on, in 16 bits; 2.1, as far as one shape tells
     head_chunks=2,  # 4 to 10 copies of a chunk in all
     dequantised=1,
     growing_layers=1.7,

@@ -32,12 +32,22 @@ def new_cache(model: nn.Module, num_rows: int) -> Cache:
     return [_of_rows(rows[0].merge(rows), num_rows) for rows in zip(*layers, strict=True)]
 
 
-def select(cache: Cache, rows: Sequence[int]) -> Cache:
-    """A new cache of the named rows, which may repeat; the old one stays as it is."""
+def select(cache: Cache, rows: Sequence[int], *, with_room: bool = False) -> Cache:
+    """A new cache of the named rows, which may repeat; the old one stays as it is.
+
+    Args:
+        cache: of rows.
+        rows: their places.
+        with_room: keep the room that the buffers grow into, for rows that read on at once; else they are copied again
+            then. Of a row that waits, or a beginning that many rows copy, only what is written is kept.
+    """
     index = mx.array(list(rows), dtype=mx.int32)
     chosen = [_twin(layer) for layer in cache]
     for layer in chosen:
-        layer.filter(index)
+        if with_room and isinstance(layer, RowsKVCache):
+            layer.filter(index, with_room=True)
+        else:
+            layer.filter(index)
     return chosen
 
 
@@ -93,13 +103,14 @@ class RowsKVCache(BatchKVCache):
             self.host_padding = [left + right for left, right in zip(self.host_padding, self._host_right, strict=True)]
             self._host_right = None
 
-    def filter(self, batch_indices: mx.array) -> None:
+    def filter(self, batch_indices: mx.array, *, with_room: bool = False) -> None:
         rows: Any = batch_indices.tolist()
         padding = [self.host_padding[row] for row in rows]
-        needless = min(padding, default=0)
-        if self.keys is not None:  # what is written, without the padding that all share and the room to grow into
-            self.keys = self.keys[:, :, needless : self._idx][batch_indices]
-            self.values = self.values[:, :, needless : self._idx][batch_indices]
+        needless = min(padding, default=0)  # padding that all share
+        if self.keys is not None:
+            end = None if with_room else self._idx
+            self.keys = self.keys[:, :, needless:end][batch_indices]
+            self.values = self.values[:, :, needless:end][batch_indices]
             self._idx -= needless
         self.offset = self.offset[batch_indices]
         self.left_padding = self.left_padding[batch_indices] - needless
