@@ -2,6 +2,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
@@ -105,9 +106,22 @@ def test_factors_are_made_once_and_again_when_they_change():
         model(x)
         assert layer._made is made
         layer.lora_b = 2 * layer.lora_b
-        got = model(x)
+        model(x)
+        layer.scale = 3.0
+        got, wide = model(x), layer(x.astype(mx.float32))
     assert not hasattr(layer, "_made")
     assert distance(got, model(x)) < 2**-7
+    assert distance(wide, layer(x.astype(mx.float32))) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_factors_of_16_bits_beside_a_wider_base_are_multiplied_in_float32(dtype):
+    x, a, b = 1e5 * mx.ones((2, 4)), mx.full((4, 2), 0.5, dtype), mx.full((2, 3), 0.25, dtype)
+    (got,), (_, slope_a, _) = mx.vjp(lambda x, a, b: low_rank_term(x, a, b, 1.5), [x, a, b], [mx.ones((2, 3))])
+    np.testing.assert_allclose(
+        got, np.full((2, 3), 1e5 * 4 * 0.5 * 2 * 0.25 * 1.5), rtol=1e-6
+    )  # more than float16 holds
+    assert slope_a.dtype == dtype
 
 
 def set_base_dtype(model: nn.Module, dtype: mx.Dtype) -> None:

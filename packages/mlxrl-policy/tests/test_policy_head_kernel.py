@@ -103,6 +103,16 @@ def test_all_chunks_of_a_head_dequantize_it_once(monkeypatch):
     assert len(dequantized) == 3
 
 
+def test_what_is_held_is_the_layers_own_in_its_type():
+    x = mx.ones((2, 64))
+    with dequantized_once():
+        for seed in range(20):  # layers that come and go, whose places in memory others take
+            mx.random.seed(seed)
+            layer = nn.QuantizedLinear(64, 8, bias=False, group_size=32, bits=4)
+            np.testing.assert_allclose(dequantized_product(layer, x), layer(x), rtol=1e-4, atol=1e-5)
+            assert dequantized_product(layer, x.astype(mx.bfloat16)).dtype == mx.bfloat16
+
+
 def test_what_is_held_is_let_go_after_an_error():
     with pytest.raises(KeyError), dequantized_once():
         raise KeyError

@@ -40,12 +40,13 @@ class LeanLoRALinear(LoRALinear):
         return self.linear(x) + term
 
     def _factors(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Those of the products, made once for all passes over the same factors."""
-        made = self.__dict__.get("_made")
-        if made is None or made[0] is not self.lora_a or made[1] is not self.lora_b:
-            made = self.lora_a, self.lora_b, product_factors(self.lora_a, self.lora_b, self.scale, dtype)
+        """Those of the products, made once for all passes over the same arrays; a change in place would go unseen."""
+        a, b, how, factors = self.__dict__.get("_made", (None, None, None, None))
+        if factors is None or a is not self.lora_a or b is not self.lora_b or how != (self.scale, dtype):
+            factors = product_factors(self.lora_a, self.lora_b, self.scale, dtype)
+            made = self.lora_a, self.lora_b, (self.scale, dtype), factors
             object.__setattr__(self, "_made", made)  # not among the parameters
-        return made[2]
+        return factors
 
 
 def product_factors(a: mx.array, b: mx.array, scale: float, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -53,9 +54,9 @@ def product_factors(a: mx.array, b: mx.array, scale: float, dtype: mx.Dtype) -> 
 
     Beside bfloat16 that is bfloat16, which has float32's range at half of its bytes: an input cast to float32 and a
     term in it would be most of what a training step reads and writes. Sums are float32 either way. float16 has not
-    that range, small slopes would be lost: beside it, as beside float32, it is the type of the factors.
+    that range, small slopes would be lost: beside it, as beside float32, it is float32.
     """
-    kind = dtype if dtype == mx.bfloat16 else a.dtype
+    kind = mx.bfloat16 if dtype == mx.bfloat16 else mx.float32
     return a.astype(kind), (scale * b).astype(kind)
 
 

@@ -64,12 +64,12 @@ def dequantized_product(layer: Any, x: mx.array) -> mx.array:
     """
 
     def weight() -> mx.array:
-        held = _held_weights.get()
+        held, key = _held_weights.get(), (id(layer.weight), x.dtype)
         if held is None:
             return _dequantized(layer, x.dtype)
-        if id(layer) not in held:
-            held[id(layer)] = _dequantized(layer, x.dtype)
-        return held[id(layer)]
+        if key not in held:
+            held[key] = layer.weight, _dequantized(layer, x.dtype)
+        return held[key][1]
 
     def product(x: mx.array) -> mx.array:
         return x @ weight().T
@@ -92,7 +92,9 @@ def dequantized_once() -> Iterator[None]:
         _held_weights.reset(token)
 
 
-_held_weights: ContextVar[dict[int, mx.array] | None] = ContextVar("held_weights", default=None)
+# By the packed weight, which is held beside the dense one, so that no other takes its id; and by type.
+_Held = dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]]
+_held_weights: ContextVar[_Held | None] = ContextVar("held_weights", default=None)
 
 
 def _dequantized(layer: Any, dtype: mx.Dtype) -> mx.array:

@@ -167,7 +167,8 @@ class DecodeBatch:
             joining: groups of new rows, each with its cache and its logits.
         """
         if len(keep) < len(self.rows):
-            self.cache = select(self.cache, keep, with_room=True) if keep else []
+            # rows that join would have all buffers copied once more
+            self.cache = select(self.cache, keep, with_room=not joining) if keep else []
             self.rows = [self.rows[i] for i in keep]
             self._inputs_B = self._inputs_B[mx.array(list(keep), dtype=mx.int32)]
         draws = None
