@@ -50,13 +50,13 @@ class LeanLoRALinear(LoRALinear):
 
 
 def product_factors(a: mx.array, b: mx.array, scale: float, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """A and scale * B in the type that their products with arrays of `dtype` are taken in.
+    """A and scale * B in the type that their products with arrays of `dtype` are taken in: `dtype`, or float32.
 
-    Beside bfloat16 that is bfloat16, which has float32's range at half of its bytes: an input cast to float32 and a
-    term in it would be most of what a training step reads and writes. Sums are float32 either way. float16 has not
-    that range, small slopes would be lost: beside it, as beside float32, it is float32.
+    bfloat16 has float32's range at half of its bytes: an input cast to float32 and a term in it would be most of what a
+    training step reads and writes. Sums are float32 either way. float16 has not that range, small slopes would be lost:
+    beside it products are float32.
     """
-    kind = mx.bfloat16 if dtype == mx.bfloat16 else mx.float32
+    kind = mx.float32 if dtype == mx.float16 else dtype
     return a.astype(kind), (scale * b).astype(kind)
 
 
