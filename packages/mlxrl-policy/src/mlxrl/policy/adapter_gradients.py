@@ -1,9 +1,9 @@
 """Adapters under a gradient: of each layer its input is kept and nothing else, and that no longer than needed.
 
 Autodiff keeps more. An adapter's factors are float32, so the input of a layer that computes in 16 bits is cast, and the
-cast is kept; here the backward pass casts again. And MLX computes the gradients in the order of the layers, of which
-the backward pass reaches the first last: meanwhile the slopes of all others wait. Here a layer's gradient is computed
-before the slope that the layer below waits for.
+cast is kept; here it is not cast (bfloat16), or cast again in the backward pass (float16). And MLX computes the
+gradients in the order of the layers, of which the backward pass reaches the first last: meanwhile the slopes of all
+others wait. Here a layer's gradient is computed before the slope that the layer below waits for.
 """
 
 from collections.abc import Iterator

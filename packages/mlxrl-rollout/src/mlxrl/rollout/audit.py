@@ -20,8 +20,8 @@ MORE = ([6, 2], [2], [1, 5, 3, 2])
 LAST = 4
 # Share of the logits' own size; float16 rounding stays within 0.01, a wrong mask or position is far outside.
 TOLERANCE = 0.05
-# Through many layers of bfloat16 rounding takes more: this many times what it takes between plain passes is tolerated,
-# up to a cap, for between those of a model that sees the future it is no rounding. Known faults are of 0.3 and more.
+# Through many layers of 16 bits rounding takes more: this many times what it takes between plain passes is tolerated,
+# up to a cap, for known faults are of 0.3 and more.
 ROUNDING_MULTIPLE, MOST_TOLERANCE = 3, 0.2
 # What passes of one shape may differ by in what they say of the same tokens.
 SAME = 0.01
