@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
+from mlxrl.policy.few_rows import FewRowsLinear
 from mlxrl.policy.rows import on_cuda
 
 # Partial sums that a thread keeps on CUDA: a wider adapter takes the two products.
@@ -31,14 +32,17 @@ def decoding(model: nn.Module) -> Iterator[None]:
     Args:
         model: the policy, in evaluation mode; its adapters must not change within the context.
     """
-    layers = [module for module in model.modules() if type(module) is LoRALinear]
-    for layer in layers:
-        layer.__class__ = DecodingLoRALinear
+    kinds: dict[type, type] = {LoRALinear: DecodingLoRALinear}
+    if on_cuda():
+        kinds[nn.Linear] = FewRowsLinear
+    layers = [(module, type(module)) for module in model.modules() if type(module) in kinds]
+    for layer, kind in layers:
+        layer.__class__ = kinds[kind]
     try:
         yield
     finally:
-        for layer in layers:
-            layer.__class__ = LoRALinear
+        for layer, kind in layers:
+            layer.__class__ = kind
             layer.__dict__.pop("_rounded", None)
 
 
@@ -75,16 +79,26 @@ def add_low_rank(x: mx.array, y: mx.array, a: mx.array, b: mx.array, scale: floa
     Returns:
         `[..., N]` of y's type.
     """
-    (width, rank), outputs = a.shape, b.shape[1]
-    results = _kernel(rank, scale)(
-        inputs=[x, y, a, b],
-        template=[("T", y.dtype), ("WIDTH", width), ("OUTPUTS", outputs)],
-        grid=(THREADS * -(-outputs // COLUMNS), y.size // outputs, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[y.shape],
-        output_dtypes=[y.dtype],
-    )
-    return results[0]
+    return _adding(y.shape[0], scale)(x, y, a, b)
+
+
+@lru_cache(maxsize=256)
+def _adding(rows: int, scale: float) -> Any:
+    """The sum over so many rows, compiled: the call of a kernel that is not writes its source anew."""
+
+    def add(x: mx.array, y: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        (width, rank), outputs = a.shape, b.shape[1]
+        results = _kernel(rank, scale)(
+            inputs=[x, y, a, b],
+            template=[("T", y.dtype), ("WIDTH", width), ("OUTPUTS", outputs)],
+            grid=(THREADS * -(-outputs // COLUMNS), y.size // outputs, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[y.shape],
+            output_dtypes=[y.dtype],
+        )
+        return results[0]
+
+    return mx.compile(add)
 
 
 @lru_cache(maxsize=8)
