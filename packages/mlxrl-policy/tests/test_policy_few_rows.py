@@ -35,6 +35,12 @@ def test_the_kernel_is_for_decode_steps_of_a_few_rows_in_16_bits(x, x_type, weig
     assert can_multiply(mx.zeros(x, dtype=x_type), mx.zeros((8, x[-1]), dtype=weight_type)) is can
 
 
+@pytest.mark.parametrize(("rows", "outputs", "can"), [(16, 2**20, True), (17, 2**20, False), (17, 2**19, True)])
+def test_a_large_weight_is_for_the_kernel_of_few_rows_only(rows, outputs, can):
+    weight = mx.zeros((outputs, 32), dtype=mx.float16)  # never evaluated
+    assert can_multiply(mx.zeros((rows, 1, 32), dtype=mx.float16), weight) is can
+
+
 @pytest.mark.parametrize("shape", [(3, 1, 64), (3, 5, 64), (3, 64)])
 def test_what_the_kernel_cannot_multiply_is_multiplied_as_ever(shape):
     mx.random.seed(0)
