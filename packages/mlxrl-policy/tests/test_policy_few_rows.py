@@ -3,8 +3,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxrl.policy import LoRAConfig, MergedPolicy, decoding, load_policy_with_lora
-from mlxrl.policy.few_rows import FewRowsLinear, can_multiply, few_rows_product
+from mlxrl.policy import LoRAConfig, MergedPolicy, decoding, few_rows, load_policy_with_lora
+from mlxrl.policy.few_rows import FewRowsLinear, can_multiply, few_rows_product, has_few_rows_kernel
 from mlxrl.policy.testing import make_tiny_model
 
 
@@ -50,11 +50,18 @@ def test_what_the_kernel_cannot_multiply_is_multiplied_as_ever(shape):
     assert mx.array_equal(layer(x), expected)
 
 
-def test_only_cuda_has_the_kernel():
+@pytest.mark.parametrize(("major", "has"), [(7, False), (8, True), (9, True)])
+def test_the_kernel_needs_tensor_cores_for_bfloat16(monkeypatch, major, has):
+    monkeypatch.setattr(few_rows, "on_cuda", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"compute_capability_major": major})
+    assert has_few_rows_kernel() is has
+
+
+def test_elsewhere_dense_layers_stay_what_they_are():
     model = nn.Sequential(nn.Linear(64, 8))
+    assert mx.default_device() == mx.cpu
     with decoding(model):
-        assert (type(model.layers[0]) is FewRowsLinear) == (mx.cuda.is_available() and mx.default_device() == mx.gpu)
-    assert type(model.layers[0]) is nn.Linear
+        assert type(model.layers[0]) is nn.Linear
 
 
 @pytest.mark.cuda
@@ -97,6 +104,7 @@ class TestOnCuda:
         tokens = mx.array([[1], [2], [3]])
         plain = merged(tokens).astype(mx.float32)
         with decoding(merged):
+            assert has_few_rows_kernel()
             assert any(type(module) is FewRowsLinear for module in merged.modules())
             fused = merged(tokens).astype(mx.float32)
         assert mx.abs(fused - plain).max() < 1e-2 * mx.abs(plain).max()

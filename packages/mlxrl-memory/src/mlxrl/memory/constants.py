@@ -52,6 +52,7 @@ class BackendConstants:
             keep, in units of the widest block's kept bytes.
         checkpoint_blocks: the same with checkpointing, on top of the blocks' inputs: a recomputed block, cotangents.
         delta_states: recurrent states a token that the backward pass of one gated-delta layer holds.
+        delta_together: whether those of beginnings and of the rows' rests exist at once without checkpoints too.
         chunk: logits that a chunk of the head holds, and positions that it has at least, as in `mlxrl.policy.score`.
         head_copies: arrays of a chunk's logits, its slopes computed beside it, as if in float32.
         head_chunks: chunks whose arrays exist at once, the host launching ahead.
@@ -61,13 +62,13 @@ class BackendConstants:
         sampler_copies: float32 `[rows, vocabulary]` of one draw.
         runtime: bytes of the process that MLX does not count.
         measured: whether these are measured or taken over from another backend.
-        measured_delta: whether those of gated-delta layers are.
     """
 
     fused_head_dim: int
     backward_blocks: float
     checkpoint_blocks: float
     delta_states: float
+    delta_together: bool
     chunk: tuple[int, int]
     head_copies: float
     head_chunks: float
@@ -76,7 +77,6 @@ class BackendConstants:
     sampler_copies: float
     runtime: int
     measured: bool
-    measured_delta: bool
 
 
 _CPU = BackendConstants(
@@ -84,6 +84,7 @@ _CPU = BackendConstants(
     backward_blocks=1.6,  # 1.6
     checkpoint_blocks=2.8,  # 2.8
     delta_states=2.4,  # 2.2 to 2.7
+    delta_together=False,
     chunk=(2**19, 16),
     head_copies=6.5,  # 6.4
     head_chunks=2.3,  # 1.9 of 2, 2.2 of 4
@@ -92,28 +93,28 @@ _CPU = BackendConstants(
     sampler_copies=3,
     runtime=128 * 2**20,
     measured=True,
-    measured_delta=True,
 )
 _CUDA = BackendConstants(
     fused_head_dim=128,
     backward_blocks=2.0,  # 2.0 of 16-bit models on the CPU, whose slopes are cast to float32; less than the head here
-    checkpoint_blocks=3.3,  # 3.0 to 3.6
-    delta_states=2.4,  # assumed to be those of the CPU
+    checkpoint_blocks=2.6,  # 2.1 to 2.5
+    delta_states=3.5,  # 3.0 to 3.6
+    delta_together=True,  # the host launches ahead, and what is launched holds its arrays
     chunk=(2**25, 256),
-    head_copies=2,  # logits, slopes and the slopes passed on, in 16 bits; 2.1, as far as one shape tells
-    head_chunks=2,  # 4 to 10 copies of a chunk in all
+    head_copies=2,  # logits, slopes and the slopes passed on, in 16 bits
+    head_chunks=1,  # 0.8 to 1.5
     dequantised=1,
-    growing_layers=1.7,
+    growing_layers=7.5,  # 4.9 to 7.5, launched ahead
     sampler_copies=3,
     runtime=512 * 2**20,
     measured=True,
-    measured_delta=False,
 )
 _METAL = BackendConstants(
     fused_head_dim=0,
     backward_blocks=3.0,
     checkpoint_blocks=4.4,
     delta_states=0.1,  # assumed: there the operation is a kernel in both directions
+    delta_together=False,
     chunk=(2**22, 128),
     head_copies=6.5,
     head_chunks=2.3,
@@ -122,7 +123,6 @@ _METAL = BackendConstants(
     sampler_copies=3,
     runtime=128 * 2**20,
     measured=False,
-    measured_delta=False,
 )
 BACKENDS: dict[Backend, BackendConstants] = {"cpu": _CPU, "cuda": _CUDA, "metal": _METAL}
 

@@ -177,7 +177,8 @@ def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
 
     def bytes_of(reading: Reading) -> float:
         # the states of both passes exist at once where they are computed again
-        at_once = reading.tokens if checkpointing and states else reading.at_once
+        together = states and (checkpointing or constants.delta_together)
+        at_once = reading.tokens if together else reading.at_once
         # the slopes of what rows took over wait for the pass over their beginnings, while all else is small
         slopes = forked * reading.forked if checkpointing else 0
         backward = slopes + (working + states) * at_once
@@ -197,8 +198,6 @@ def _extrapolated(model: ModelShape, run: RunShape) -> tuple[str, ...]:
     notes: list[str] = []
     if not run.constants.measured:
         notes.append(f"Activations are measured on other backends than {run.backend}.")
-    elif not run.constants.measured_delta and any(block.delta for block in model.blocks):
-        notes.append(f"Gated-delta layers are measured on other backends than {run.backend}.")
     if not model.known_family:
         notes.append(f"model_type {model.model_type!r} is unknown and counted as a Llama-like model.")
     if any(linear.experts > 1 for block in model.blocks for linear in block.linears):

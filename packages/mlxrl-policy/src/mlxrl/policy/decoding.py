@@ -1,9 +1,9 @@
-"""Adapters with few launches while tokens are drawn.
+"""Adapters and dense layers with few launches while tokens are drawn.
 
 A decode step costs what its launches cost as much as what it computes, and an adapter beside a projection brings six:
 two casts, two narrow products, a scaling and a sum. Here it is two products and a sum, with the factors scaled and
-rounded to the type that the model computes in. On CUDA, where a narrow product is the dearest launch of all, it is one
-kernel, which has no gradient. So both act only within `decoding`.
+rounded to the type that the model computes in. On CUDA, where a product is the dearest launch of all, it is one kernel,
+and so is a dense layer (`few_rows.py`); they have no gradient. So all of this acts only within `decoding`.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlxrl.policy.few_rows import FewRowsLinear
+from mlxrl.policy.few_rows import FewRowsLinear, has_few_rows_kernel
 from mlxrl.policy.rows import on_cuda
 
 # Partial sums that a thread keeps on CUDA: a wider adapter takes the two products.
@@ -27,13 +27,13 @@ COLUMNS = 1024
 
 @contextmanager
 def decoding(model: nn.Module) -> Iterator[None]:
-    """Within the context, decode steps `[B, 1, D]` take each LoRA layer with few launches; gradients are not for here.
+    """Within the context, decode steps `[B, 1, D]` take few launches a layer; gradients are not for here.
 
     Args:
         model: the policy, in evaluation mode; its adapters must not change within the context.
     """
     kinds: dict[type, type] = {LoRALinear: DecodingLoRALinear}
-    if on_cuda():
+    if has_few_rows_kernel():
         kinds[nn.Linear] = FewRowsLinear
     layers = [(module, type(module)) for module in model.modules() if type(module) in kinds]
     for layer, kind in layers:

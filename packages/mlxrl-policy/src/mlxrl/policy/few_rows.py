@@ -11,13 +11,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxrl.policy.rows import on_cuda
+
 MIN_ROWS, MAX_ROWS = 2, 64
 """One row has a kernel of MLX's own; of more than 64 the weights would be read again for each 64."""
 MANY_ROWS, LARGE = 17, 2**24
 """Where the device is what takes time: 67 million values times 64 rows take the kernel 90 us, and cuBLAS 45."""
-WARPS = 8
-OUTPUTS = 32
-"""Outputs of one block, whose warps share out the terms of their sums."""
+WARPS, OUTPUTS = 8, 32
+"""Of one block, whose warps share out the terms of its outputs' sums; the kernel is laid out for these."""
+
+
+def has_few_rows_kernel() -> bool:
+    """Whether this is a CUDA device whose tensor cores multiply bfloat16, as they do from compute capability 8.0 on."""
+    return on_cuda() and int(mx.device_info()["compute_capability_major"]) >= 8
 
 
 class FewRowsLinear(nn.Linear):
