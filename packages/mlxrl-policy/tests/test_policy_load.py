@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlxrl.policy import LoRAConfig, ModelError, find_model, load_policy_with_lora, read_config
+from mlxrl.policy import LoRAConfig, ModelError, context_length, find_model, load_policy_with_lora, read_config
 from mlxrl.policy.lora import attach_lora
 
 MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
@@ -54,6 +54,17 @@ def test_the_report_counts_what_is_trained_and_what_there_is(folders):
     assert (report.model_type, report.dtype, report.quantization) == ("qwen3", "float32", "none")
     assert report.trainable_leaves == ("lora_a", "lora_b")
     assert report.separable_head
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5", "gemma2", "cohere"])
+def test_the_report_knows_what_context_the_model_was_made_for(folders, architecture):
+    # qwen3_5 tells in its text_config, and of gemma2's and cohere's mlx-lm keeps nothing
+    assert load_policy_with_lora(folders(architecture))[2].context_length == 1024
+
+
+def test_a_config_may_tell_no_context():
+    assert context_length({"model_type": "mamba"}) is None
+    assert context_length({"text_config": None}) is None
 
 
 def test_the_report_counts_a_quantized_model_as_if_it_were_unpacked(folders):

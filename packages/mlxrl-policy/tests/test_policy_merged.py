@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from mlxrl.policy import LoRAConfig, MergedPolicy, ModelError, flatten_quantized_rows, score
+from mlxrl.policy import LoRAConfig, MergedPolicy, ModelError, adapters_disabled, flatten_quantized_rows, score
 from mlxrl.policy.lora import adapters_of, attach_lora
 
 
@@ -164,6 +164,20 @@ def test_the_copy_is_the_policy_of_the_last_renewal(policy, architecture, tokens
     adapted = {name.replace(".lora_a", ".weight") for name in leaves(model.parameters()) if name.endswith(".lora_a")}
     after = leaves(merged.model.parameters())
     assert {name for name in after if after[name] is not before[name]} == adapted
+
+
+def test_the_copy_follows_adapters_that_are_switched_off_and_on_again(policy, tokens):
+    model = policy("qwen3")
+    merged = MergedPolicy(model)
+    with adapters_disabled(model):
+        merged.renew()
+        assert_same_logits(merged, model, tokens)
+        started_off = MergedPolicy(model)
+    for copy in (merged, started_off):
+        base = np.array(copy.model(mx.array(tokens)))
+        assert np.abs(base - model(mx.array(tokens))).max() > 0.01
+        copy.renew()
+        assert_same_logits(copy, model, tokens)
 
 
 def everything_of(model):

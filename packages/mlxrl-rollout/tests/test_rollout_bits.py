@@ -105,6 +105,13 @@ def test_a_row_is_the_same_in_sequence(lend, together, architecture, turns):
     assert_same(play_in("sequential", lend(architecture)[0], turns), together(architecture, turns), 0)
 
 
+def test_a_prompt_of_one_token_is_the_same_read_alone_and_beside_longer_ones(lend, architecture):
+    requests = group_requests(["x", "yz", "Hello", "w"], lambda opening, *_: Chatter(1, opening), group_size=2)
+    together = play(lend(architecture)[0], requests, use_chat_template=False)
+    assert {trajectory.turns[0].span[0] for trajectory in together} == {1, 2, 5}
+    assert_same(play(lend(architecture)[0], requests, use_chat_template=False, width=1), together, 0)
+
+
 def test_the_rows_differ_and_end_at_different_times(together, architecture, turns):
     trajectories = together(architecture, turns)
     assert len({tuple(trajectory.completion_ids) for trajectory in trajectories}) >= 0.8 * len(trajectories)

@@ -6,7 +6,7 @@ from mlxrl.policy.checkpointing import checkpoint_blocks
 from mlxrl.policy.decoding import decoding
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head
-from mlxrl.policy.load import find_model, load_policy_with_lora, read_config, register_model
+from mlxrl.policy.load import context_length, find_model, load_policy_with_lora, read_config, register_model
 from mlxrl.policy.lora import LoRAConfig, PolicyReport, adapter_replaced, adapters_disabled, dropout_active
 from mlxrl.policy.merged import MergedPolicy
 from mlxrl.policy.rows import flatten_quantized_rows, on_cuda
@@ -25,6 +25,7 @@ __all__ = [
     "adapter_replaced",
     "adapters_disabled",
     "checkpoint_blocks",
+    "context_length",
     "decoding",
     "dropout_active",
     "find_model",

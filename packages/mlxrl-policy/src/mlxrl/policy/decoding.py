@@ -6,6 +6,7 @@ rounded to the type that the model computes in. On CUDA, where a product is the 
 and so is a dense layer (`few_rows.py`); they have no gradient. So all of this acts only within `decoding`.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -47,13 +48,14 @@ def decoding(model: nn.Module) -> Iterator[None]:
 
 
 class DecodingLoRALinear(LoRALinear):
-    """`LoRALinear` whose decode step is the base's product and one kernel, or two more products and a sum."""
+    """`LoRALinear` as the base's product, two more and a sum, whatever the number of tokens: alike, they round alike.
+
+    On CUDA a decode step is the base's product and one kernel.
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
-        if x.shape[-2] != 1:
-            return super().__call__(x)
         y = self.linear(x)
-        if on_cuda() and self.lora_a.shape[1] <= MAX_RANK:
+        if x.shape[-2] == 1 and on_cuda() and self.lora_a.shape[1] <= MAX_RANK:
             return add_low_rank(x, y, self.lora_a, self.lora_b, self.scale)
         a, b = self._factors(y.dtype)
         return y + (x @ a) @ b  # `mx.addmm` sums in an order that depends on the number of rows
@@ -90,7 +92,7 @@ def _adding(rows: int, scale: float) -> Any:
         (width, rank), outputs = a.shape, b.shape[1]
         results = _kernel(rank, scale)(
             inputs=[x, y, a, b],
-            template=[("T", y.dtype), ("WIDTH", width), ("OUTPUTS", outputs)],
+            template=[("X", x.dtype), ("T", y.dtype), ("FACTOR", a.dtype), ("WIDTH", width), ("OUTPUTS", outputs)],
             grid=(THREADS * -(-outputs // COLUMNS), y.size // outputs, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[y.shape],
@@ -103,8 +105,9 @@ def _adding(rows: int, scale: float) -> Any:
 
 @lru_cache(maxsize=8)
 def _kernel(rank: int, scale: float) -> Any:
+    digits = re.sub(r"\W", "_", f"{float(scale)!r}")  # MLX knows a kernel by its name, whatever its source
     return mx.fast.cuda_kernel(
-        name=f"add_low_rank_{rank}",
+        name=f"add_low_rank_{rank}_{digits}",
         input_names=["x", "y", "a", "b"],
         output_names=["out"],
         source=SOURCE.replace("RANK", str(rank)).replace("SCALE", f"{float(scale)!r}f"),

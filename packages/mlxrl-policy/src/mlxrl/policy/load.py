@@ -1,6 +1,7 @@
 """Load a model from a folder or the hub, ready to train."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def load_policy_with_lora(
     """
     config = config or LoRAConfig()
     folder = find_model(model_id)
+    fields = read_config(folder)
     try:
         model, tokenizer, *_ = mlx_lm.load(str(folder))
     except (ValueError, OSError, RuntimeError, KeyError) as error:
@@ -60,8 +62,23 @@ def load_policy_with_lora(
     return (
         model,
         tokenizer,
-        describe(model, model_type=read_config(folder)["model_type"], keys=keys, separable_head=separable),
+        describe(
+            model,
+            model_type=fields["model_type"],
+            context_length=context_length(fields),
+            keys=keys,
+            separable_head=separable,
+        ),
     )
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Most tokens that a model was made for, or None where it does not say.
+
+    Args:
+        config: the fields of its config.json, or those that mlx-lm keeps of them (`vars(model.args)`).
+    """
+    return config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
 
 
 def register_model(name: str, folder: Path) -> None:

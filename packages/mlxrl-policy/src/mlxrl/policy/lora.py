@@ -79,6 +79,7 @@ class PolicyReport:
     """What was loaded and what will be trained."""
 
     model_type: str
+    context_length: int | None
     dtype: str
     num_layers: int
     target_keys: tuple[str, ...]
@@ -144,7 +145,9 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     return keys
 
 
-def describe(model: nn.Module, *, model_type: str, keys: tuple[str, ...], separable_head: bool) -> PolicyReport:
+def describe(
+    model: nn.Module, *, model_type: str, context_length: int | None, keys: tuple[str, ...], separable_head: bool
+) -> PolicyReport:
     """The report of a model that `attach_lora` prepared."""
     trainable: dict[str, Any] = dict(tree_flatten(model.trainable_parameters()))
     every: dict[str, Any] = dict(tree_flatten(model.parameters()))
@@ -158,6 +161,7 @@ def describe(model: nn.Module, *, model_type: str, keys: tuple[str, ...], separa
     )
     return PolicyReport(
         model_type=model_type,
+        context_length=context_length,
         dtype=dtypes.most_common(1)[0][0],
         num_layers=len(blocks_of(model)),
         target_keys=keys,

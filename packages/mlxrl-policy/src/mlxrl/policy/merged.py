@@ -52,34 +52,43 @@ class MergedPolicy:
     """
 
     def __init__(self, model: nn.Module):
-        for name, adapter in adapters_of(model):
-            layer = wrapped(adapter)
-            if type(adapter) not in ADAPTER_TYPES or ("scales" in layer and type(layer) not in DENSE_TYPES):
-                raise ModelError(
-                    f"adapter {name} is a {type(adapter).__name__} on a {type(layer).__name__}, which cannot be "
-                    "merged; sample from the policy itself."
-                )
         self._policy = model
         self._main_type = _main_type(model)
         self._merged: list[tuple[nn.Module, Any]] = []
-        self.model: nn.Module = self._copy(model, {})
-        checkpoint_blocks(self.model, enabled=False)
-        self.model.eval()
-        self.model.freeze()
+        self.model: nn.Module = self._copied()
 
     def renew(self) -> None:
         """Merge the adapters as they are now; of the float32 weights, one layer's exist at a time.
 
-        What carries no adapter is frozen, and is taken as it was when the copy was made.
+        What carries no adapter is frozen, and is taken as it was when the copy was made. Where other layers carry one
+        now (`adapters_disabled`), the copy is made anew.
         """
-        for adapter, dense in self._merged:
-            _set_weight(dense, _merged_weight(adapter), dense.weight.dtype)
+        if {id(adapter) for _, adapter in adapters_of(self._policy)} == {id(adapter) for adapter, _ in self._merged}:
+            for adapter, dense in self._merged:
+                _set_weight(dense, _merged_weight(adapter), dense.weight.dtype)
+            return
+        self._merged, self.model = [], nn.Module()  # the old copy goes before the new one comes
+        self.model = self._copied()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that the copy holds and the policy does not."""
         theirs = _arrays(self._policy)
         return sum(value.nbytes for key, value in _arrays(self.model).items() if key not in theirs)
+
+    def _copied(self) -> nn.Module:
+        for name, adapter in adapters_of(self._policy):
+            layer = wrapped(adapter)
+            if type(adapter) not in ADAPTER_TYPES or ("scales" in layer and type(layer) not in DENSE_TYPES):
+                raise ModelError(
+                    f"adapter {name} is a {type(adapter).__name__} on a {type(layer).__name__}, which cannot be "
+                    "merged; sample from the policy itself."
+                )
+        copy = self._copy(self._policy, {})
+        checkpoint_blocks(copy, enabled=False)
+        copy.eval()
+        copy.freeze()
+        return copy
 
     def _copy(self, value: Any, copies: dict[int, Any]) -> Any:
         """The copy of a module, an array or a container of them; one that the model holds twice is copied once."""

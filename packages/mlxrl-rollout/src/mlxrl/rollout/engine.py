@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxrl.env import Environment
-from mlxrl.policy import MergedPolicy, decoding, flatten_quantized_rows, on_cuda
+from mlxrl.policy import MergedPolicy, context_length, decoding, flatten_quantized_rows, on_cuda
 from mlxrl.rollout.audit import audit
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.episode import Context, Episode, EpisodeLimits, RolloutRequest
@@ -43,7 +43,7 @@ class Engine:
         max_turns: most turns of an episode, if the environment allows more. None: the environment's own limit.
         max_observation_len: most tokens of a later observation's text; the rest is cut and the turn says so. None: all.
         max_context: most tokens of a transcript; an action is cut there, and an episode without room for an
-            observation ends. None: the model's own `max_position_embeddings`, if it has one.
+            observation ends. None: what the model was made for, if its `args` tell (`context_length`).
         context: "transcript" (the model sees all turns so far) or "turn" (each turn's prompt is its observation alone).
         echo: whether the words of later observations get the role ECHO.
         use_chat_template: see `ChatEncoder`.
@@ -84,7 +84,7 @@ class Engine:
         weights: Weights = "shared",
     ):
         if max_context is None:
-            max_context = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+            max_context = context_length(getattr(getattr(model, "args", None), "__dict__", {}))
         limits = {
             "max_prompt_len": max_prompt_len,
             "max_turns": max_turns,

@@ -16,7 +16,7 @@ from mlxrl.memory import (
     fit,
     known_config,
 )
-from mlxrl.policy import ModelError, find_model, is_target, on_cuda, read_config
+from mlxrl.policy import ModelError, context_length, find_model, is_target, on_cuda, read_config
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import ConfigError
 from mlxrl.train.optimizers import STATES
@@ -65,7 +65,7 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
         raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(f"model_id = {config.model_id!r}: {error}") from error
-    context = config.rollout.max_context or fields.get("max_position_embeddings")
+    context = config.rollout.max_context or context_length(fields)
     run = run_shape(config, max_turns=config.max_turns or max_turns, max_context=context)
     budget = device_memory() if available_bytes is None else available_bytes
     if config.rollout.weights == "auto" and estimate(model, run).peak > budget:

@@ -90,7 +90,7 @@ def open_session(config: TrainConfig, *, adapter: Path | None = None, curriculum
         model, tokenizer, report = load_policy_with_lora(config.model_id, lora)
         if adapter is not None:
             load_adapter(model, adapter)
-        engine = _engine(config, model, tokenizer)
+        engine = _engine(config, model, tokenizer, report)
     except (ModelError, ValueError) as error:
         raise ConfigError(str(error)) from error
     _check_bits(config, report)
@@ -136,7 +136,7 @@ def open_session(config: TrainConfig, *, adapter: Path | None = None, curriculum
     )
 
 
-def _engine(config: TrainConfig, model: nn.Module, tokenizer: TokenizerWrapper) -> Engine:
+def _engine(config: TrainConfig, model: nn.Module, tokenizer: TokenizerWrapper, report: PolicyReport) -> Engine:
     rollout = config.rollout
     return Engine(
         model,
@@ -146,7 +146,7 @@ def _engine(config: TrainConfig, model: nn.Module, tokenizer: TokenizerWrapper) 
         max_prompt_len=config.max_prompt_len,
         max_turns=config.max_turns,
         max_observation_len=config.max_observation_len,
-        max_context=rollout.max_context,
+        max_context=rollout.max_context or report.context_length,
         context=rollout.context,
         echo=config.echo_alpha > 0,
         use_chat_template=config.use_chat_template,
