@@ -21,6 +21,15 @@ def test_the_peak_never_falls_when_a_knob_grows(model, run, field, more):
         assert estimate(model, replace(run, **larger)).peak >= estimate(model, run).peak
 
 
+@pytest.mark.parametrize("field", ["max_prompt_len", "max_completion_len"])
+def test_neither_does_it_where_longer_rows_are_fewer_beside_states_that_do_not_grow(field):
+    model = known("Qwen3.5-9B")
+    run = RunShape(max_prompt_len=32, max_completion_len=64, group_size=16, groups_per_step=8, backend="cuda",
+                   kv_budget_bytes=4 * 2**30, max_tokens_per_micro_batch=512)  # fmt: skip
+    peaks = [estimate(model, replace(run, **{field: length})).peak for length in range(64, 1024, 32)]
+    assert peaks == sorted(peaks)
+
+
 @settings(max_examples=100, deadline=None)
 @given(model=st.sampled_from(MODELS), run=RUNS)
 def test_switches_only_ever_save_memory_the_way_they_say(model, run):

@@ -19,7 +19,7 @@ from mlxrl.policy.testing import (
     character_tokenizer,
     wrapped_character_tokenizer,
 )
-from mlxrl.rollout import ChatEncoder, chat
+from mlxrl.rollout import ChatEncoder, pieces
 
 CONTROL = {0, 1, 2, 3, 4}  # pad, end, system, user, assistant
 
@@ -615,7 +615,7 @@ def test_cutting_a_long_text_before_it_is_encoded_changes_no_token(kind, parts, 
 
     def encoded(characters):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chat, "CHARACTERS", characters)
+            patch.setattr(pieces, "CHARACTERS", characters)
             later = encoder.observation(messages, after_eos=True, max_content=limit)
             return later, encoder.opening(messages, max_content=limit)
 

@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -188,8 +190,32 @@ def test_nothing_to_play_is_no_trajectories(lend):
 
 @pytest.mark.parametrize("name", ["width", "max_prompt_len", "max_turns", "max_observation_len"])
 def test_limits_below_one_are_refused_by_name(lend, name):
-    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got 0"):
-        engine_of(lend, **{name: 0})
+    for value in (0, 1.5, True, "4"):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got {value!r}"):
+            engine_of(lend, **{name: value})
+    engine_of(lend, **{name: np.int64(4)})
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"env_timeout": "5"}, "env_timeout must be above 0 seconds.* got '5'"),
+        (
+            {"template_kwargs": {"tokenize": True}},
+            "template_kwargs must be a dict, none of .*tokenize.* got {'tokenize'",
+        ),
+        ({"template_kwargs": ["a"]}, r"template_kwargs must be a dict, .* got \['a'\]"),
+    ],
+)
+def test_other_options_are_refused_by_name_too(lend, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        engine_of(lend, **options)
+
+
+def test_settings_are_no_dict(lend):
+    model, tokenizer = lend("qwen3")
+    with pytest.raises(ValueError, match=r"sampling must be a SamplingConfig, got {'temperature': 1}"):
+        Engine(model, tokenizer, cast(Any, {"temperature": 1}))
 
 
 def test_an_unknown_context_is_refused(lend):
@@ -198,8 +224,30 @@ def test_an_unknown_context_is_refused(lend):
 
 
 def test_a_group_has_at_least_one_member(lend):
-    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="group_size must be a whole number of at least 1, got 0"):
         requests_of(group_size=0)
+    with pytest.raises(ValueError, match=r"group_size must be a whole number of at least 1, got 1\.5"):
+        requests_of(group_size=cast(Any, 1.5))
+
+
+def test_a_seed_has_64_bits():
+    with pytest.raises(
+        ValueError, match=f"seed, step, group and sample must be whole numbers of 64 bits, got .{2**63}"
+    ):
+        requests_of(seed=2**63)
+
+
+@pytest.mark.parametrize("prompts", [[3], [{"role": "user", "content": "hi"}]])
+def test_a_prompt_is_text_or_a_conversation(lend, prompts):
+    model, tokenizer = lend("qwen3")
+    with pytest.raises(ValueError, match=r"prompts must be texts or lists of chat messages, got .*list in the list"):
+        generate_groups(model=model, tokenizer=tokenizer, prompts=prompts, group_size=1)
+
+
+def test_an_engine_keeps_to_what_its_model_was_made_for(lend):
+    for architecture in ("qwen3", "qwen3_5"):
+        model, tokenizer = lend(architecture)
+        assert Engine(model, tokenizer, SAMPLING).limits.max_context == 1024
 
 
 def test_the_policy_version_is_recorded(lend):

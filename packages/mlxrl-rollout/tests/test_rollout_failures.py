@@ -84,6 +84,27 @@ class SpeechlessError(Exception):
         raise RuntimeError("no words")
 
 
+class LeavingError(Exception):
+    """Ends the process where it is asked what it is."""
+
+    def __str__(self):
+        raise SystemExit
+
+
+def leaving():
+    raise LeavingError
+
+
+class OwnText(str):
+    """Text with a mind of its own."""
+
+    def __len__(self):
+        return boom()
+
+    __contains__ = __eq__ = __add__ = lambda self, *_: boom()
+    __hash__ = str.__hash__
+
+
 class Unreadable(Mapping):
     """Says what it holds only to those who do not ask."""
 
@@ -115,6 +136,7 @@ def cancelled():
 BROKEN = {
     "step is cancelled": (lambda: BreaksInStep(0, cancelled), "step .* raised CancelledError", 1),
     "error has no words": (lambda: BreaksInStep(0, speechless), "step .* raised SpeechlessError: it cannot say why", 1),
+    "error leaves": (lambda: BreaksInStep(0, leaving), "step .* raised LeavingError: it cannot say why", 1),
     "info cannot be read": (
         lambda: BreaksInStep(1, returns(StepResult("x", 0.0, terminated=False, info=Unreadable()))),
         "step .* raised KeyError: 'info'", 2,
@@ -170,6 +192,25 @@ def test_a_broken_environment_costs_its_own_row_and_no_other(lend, undisturbed, 
         assert one.environment_return == 3
         np.testing.assert_array_equal(one.segments[0].token_ids, other.segments[0].token_ids)
         np.testing.assert_allclose(one.segments[0].sampler_logprobs, other.segments[0].sampler_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [OwnText, lambda text: [{"role": OwnText("user"), "content": OwnText(text)}]])
+def test_text_of_a_users_own_class_is_taken_as_plain_text(lend, undisturbed, wrap):
+    class Wraps(Steady):
+        def reset(self):
+            return wrap(super().reset())
+
+        def step(self, action):
+            said = super().step(action)
+            return StepResult(wrap(said.observation), said.reward, said.terminated)
+
+        def state_id(self, observation):
+            return f"state {self.turn}"
+
+    trajectories = rollout(lend, lambda task, seed, member: Wraps())
+    for one, other in zip(trajectories, undisturbed, strict=True):
+        assert one.error is None
+        assert [list(x.token_ids) for x in one.segments] == [list(x.token_ids) for x in other.segments]
 
 
 def test_what_was_played_before_a_failure_is_kept(lend):

@@ -162,6 +162,13 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any):
         SamplingConfig(**options)
 
 
+@pytest.mark.parametrize(("field", "value"), [("temperature", "1"), ("top_p", None), ("min_p", True)])
+def test_a_value_that_is_no_number_is_refused_by_name(field: str, value: Any):
+    options: dict[str, Any] = {field: value}
+    with pytest.raises(ValueError, match=f"{field} must be a number, got {value!r}"):
+        SamplingConfig(**options)
+
+
 def test_full_support_means_that_sampler_and_scorer_see_one_distribution():
     assert SamplingConfig(temperature=0.7).full_support
     narrowed = (SamplingConfig(top_k=5), SamplingConfig(top_p=0.9), SamplingConfig(min_p=0.1))

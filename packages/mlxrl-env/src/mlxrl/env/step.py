@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat, cast
 
 from mlxrl.env.protocol import StepResult
-from mlxrl.env.task import Message, as_messages
+from mlxrl.env.task import Message, as_messages, plain
 
 FORMS = "a StepResult, (observation, reward, done, info) or (observation, reward, terminated, truncated, info)"
 
@@ -77,7 +77,7 @@ def _parts(value: object) -> Sequence[object]:
 
 def _observation(where: str, value: object) -> str | Sequence[Message]:
     if isinstance(value, str):
-        return value
+        return plain(value)
     try:
         return as_messages(value)
     except (TypeError, ValueError) as error:

@@ -39,7 +39,7 @@ def as_messages(value: object) -> tuple[Message, ...]:
         ValueError: value is an empty sequence.
     """
     if isinstance(value, str):
-        return ({"role": "user", "content": value},)
+        return ({"role": "user", "content": plain(value)},)
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise TypeError(f"expected text or a list of chat messages, got {_shown(value)}; turn it into text first")
     items = cast(Sequence[object], value)
@@ -48,11 +48,16 @@ def as_messages(value: object) -> tuple[Message, ...]:
     return tuple(_as_message(item) for item in items)
 
 
+def plain(text: str) -> str:
+    """The text without the methods of a subclass, which would be user code wherever the text is used."""
+    return str.__str__(text)
+
+
 def _as_message(item: object) -> Message:
     if isinstance(item, Mapping):
         fields = cast(Mapping[object, object], item)
         if isinstance(fields.get("role"), str) and isinstance(fields.get("content"), str):
-            return cast(Message, dict(fields))
+            return cast(Message, {name: plain(x) if isinstance(x, str) else x for name, x in fields.items()})
     raise TypeError(f'a chat message must be {{"role": text, "content": text}}, got {_shown(cast(object, item))}')
 
 

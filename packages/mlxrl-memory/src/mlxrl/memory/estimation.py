@@ -83,7 +83,8 @@ def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
 
     The prediction never falls when rows, lengths, turns, width, cache budget, micro-batch, rank, states or chunk grow.
     A quantised model may take more than its dense original where dense weights are there beside the packed ones: those
-    of all layers with DoRA and no checkpoints (measured), the head's on CUDA, and those of a float32 merged copy.
+    of all layers with DoRA and no checkpoints (measured), the head's on CUDA, and those without an adapter in the
+    merged copy of a float32 or float16 model, which else shares them.
 
     Args:
         model: from `ModelShape.from_config` or `ModelShape.from_path`, as it is loaded (`ModelShape.on`).
@@ -127,9 +128,9 @@ def _rollout_activations(model: ModelShape, run: RunShape) -> int:
     """
     constants, size = run.constants, model.dtype_bytes
     rows = _kv_cache(model, run) / model.cache_bytes(run.row_positions)
-    widest = max(block.cache_bytes(run.row_positions, size) for block in model.blocks)
+    growing = (block.cache_bytes(run.row_positions, size) for block in model.blocks if block.delta is None)
     logits = constants.sampler_copies * FLOAT32_BYTES * run.width * model.vocab_size
-    decoding = constants.growing_layers * min(run.width, rows) * widest + logits
+    decoding = constants.growing_layers * min(run.width, rows) * max(growing, default=0) + logits
     tokens = run.prompt_length if run.max_turns == 1 else max(run.prompt_length, run.width * run.max_observation_len)
     reading = min(tokens, PREFILL_CHUNK) * max(_kept_bytes(model, run, block) for block in model.blocks)
     factors = size * model.lora_parameters(run.lora_rank)

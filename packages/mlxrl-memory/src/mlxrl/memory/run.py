@@ -134,23 +134,31 @@ class RunShape:
         Rows whole; or, where prompts are read once for their rows, the prompts first and then the rest of every row.
         That is done where it leaves at most `SHARING` of the tokens: for prompts up to a length not, and neither for
         the only row of a group whose others cannot move the policy; for rests up to a length it is. A bound on rows may
-        cut groups anywhere, so under one every row counts whole. Shorter rows may fill a budget of tokens.
+        cut groups anywhere, so under one every row counts whole; as many tokens of rows that share may be more rows.
+        Shorter rows may fill a budget of tokens.
         """
         rows = self.rows if self.micro_batch_size is None else min(self.rows, self.micro_batch_size)
         prompt, rest = self.prompt_length, self.rest_length
         saved = SHARING * rows - self.groups_per_step
+        every = self._within_budget(rows * self.sequence_length)
+        if self.shares_prompts and self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
+            return (every._replace(forked=self._forked(rows * prompt)),)
         if not self.shares_prompts or self.micro_batch_size is not None or saved <= 0:
-            return (self._within_budget(rows * self.sequence_length),)
+            return (every,)
         ratio = (1 - SHARING) * rows / saved  # of a prompt to the rest of its rows, above which it is read once
         whole = self._within_budget(math.ceil(rows * min(self.sequence_length, (1 + ratio) * rest)))
         alone = self._within_budget(self.groups_per_step * self.sequence_length)
         prompts, rests = self.groups_per_step * prompt, round(rows * min(rest, prompt / ratio))
-        forked = rows * prompt
-        if self.max_tokens_per_micro_batch is not None:  # prompts beyond it are not read together; one row always fits
-            most = max(self.max_tokens_per_micro_batch, self.sequence_length)
-            forked = min(forked, self.group_size * (most + prompt))
+        forked = self._forked(rows * prompt)
         shared = self._within_budget(prompts + rests).tokens
         return whole, alone, Reading(shared, min(shared, max(prompts, rests)), forked)
+
+    def _forked(self, positions: int) -> int:
+        """Positions of prompts that rows hold copies of: prompts beyond a budget are not read together."""
+        if self.max_tokens_per_micro_batch is None:
+            return positions
+        most = max(self.max_tokens_per_micro_batch, self.sequence_length)  # one row always fits
+        return min(positions, self.group_size * (most + self.prompt_length))
 
     def _within_budget(self, tokens: int) -> Reading:
         """A reading in one pass; one full row always fits."""

@@ -63,8 +63,8 @@ def score(
         Scores of shape `[B, T]`, float32.
 
     Raises:
-        ValueError: shapes differ, column 0 is masked in, a temperature is not above 0 and finite, or chunk_size is
-            below 1.
+        ValueError: shapes differ, column 0 is masked in, a token is not in the vocabulary, a temperature is not above 0
+            and finite, or chunk_size is below 1.
     """
     token_ids_B_T, mask_B_T = np.asarray(token_ids), np.asarray(mask) != 0
     if token_ids_B_T.ndim != 2 or mask_B_T.shape != token_ids_B_T.shape:
@@ -95,8 +95,14 @@ def score(
     hidden_H_D, places_R_W = read(model, trunk, inputs, reading)
     hidden_M_D = hidden_H_D[mx.array(places_R_W[read_M, columns_M - 1])]
 
+    vocabulary = _vocabulary_size(head, hidden_M_D)
+    if not (token_ids_B_T.min() >= 0 and token_ids_B_T.max() < vocabulary):
+        raise ValueError(
+            f"token_ids must be from 0 to {vocabulary - 1}, the model's vocabulary, got {token_ids_B_T.min()} to "
+            f"{token_ids_B_T.max()}."
+        )
     logits, positions = CPU_CHUNK if mx.default_device().type == mx.cpu else CUDA_CHUNK if on_cuda() else CHUNK
-    size = chunk_size or max(positions, logits // _vocabulary_size(head, hidden_M_D))
+    size = chunk_size or max(positions, logits // vocabulary)
     parameters = _outside_the_blocks(model)
     if with_gradient and halves is not None and not parameters:
         *results, _ = chunks_with_slopes(head, size, targets_M, temperature_M)(hidden_M_D)

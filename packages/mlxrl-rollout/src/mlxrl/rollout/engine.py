@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import mlx.nn as nn
@@ -13,7 +14,7 @@ from mlxrl.rollout.audit import audit
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.episode import Context, Episode, EpisodeLimits, RolloutRequest
 from mlxrl.rollout.play import Play, RolloutStats, Room
-from mlxrl.rollout.sampling import SamplingConfig
+from mlxrl.rollout.sampling import SamplingConfig, is_whole
 from mlxrl.rollout.trajectory import Trajectory
 
 # On CUDA a step costs almost the same for fewer rows, and moving rows costs several steps: rows wait for one another.
@@ -92,10 +93,12 @@ class Engine:
             "max_context": max_context,
         }
         for name, value in {"width": width, "cache_bytes": cache_bytes, **limits}.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value}.")
-        if env_timeout is not None and not env_timeout > 0:
-            raise ValueError(f"env_timeout must be above 0 seconds, or None for no bound, got {env_timeout}.")
+            if value is not None and (not is_whole(value) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if not isinstance(sampling, SamplingConfig):
+            raise ValueError(f"sampling must be a SamplingConfig, got {sampling!r}.")
+        if env_timeout is not None and not (isinstance(env_timeout, Real) and env_timeout > 0):
+            raise ValueError(f"env_timeout must be above 0 seconds, or None for no bound, got {env_timeout!r}.")
         if context not in ("transcript", "turn"):
             raise ValueError(f"context must be 'transcript' or 'turn', got {context!r}.")
         if model.training:

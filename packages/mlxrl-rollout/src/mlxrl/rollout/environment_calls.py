@@ -69,6 +69,8 @@ def _said(error: BaseException) -> str:
     """What an error says of itself, which may fail too, and may be long."""
     try:
         text = str(error)
-    except Exception:  # user code again
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # user code again
         return "it cannot say why"
     return text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]} ..."

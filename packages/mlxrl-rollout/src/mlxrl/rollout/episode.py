@@ -9,7 +9,7 @@ import numpy as np
 from mlxrl.env import Environment, Message, StepResult, StopReason, SyncEnv, as_messages
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.environment_calls import EnvironmentFailedError, asked, checked_state_id, own_copy
-from mlxrl.rollout.sampling import SamplingConfig
+from mlxrl.rollout.sampling import SamplingConfig, is_whole
 from mlxrl.rollout.trajectory import Role, Segment, Trajectory, Turn
 
 Context = Literal["transcript", "turn"]
@@ -35,7 +35,7 @@ class RolloutRequest:
         sampling: how this row's tokens are drawn; None: as the engine draws.
 
     Raises:
-        ValueError: key is not from 0 to 2^64 - 1.
+        ValueError: key is no whole number from 0 to 2^64 - 1.
     """
 
     task: Any
@@ -46,8 +46,8 @@ class RolloutRequest:
     sampling: SamplingConfig | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.key < 2**64:
-            raise ValueError(f"key must be from 0 to 2^64 - 1, got {self.key}; `derive_key` makes one.")
+        if not is_whole(self.key) or not 0 <= self.key < 2**64:
+            raise ValueError(f"key must be a whole number from 0 to 2^64 - 1, got {self.key}; `derive_key` makes one.")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Two doors to the engine: completions of plain prompts, and episodes of an environment."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from mlxrl.env import EnvFactory, Message, SingleTurnEnv, Task
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.episode import RolloutRequest
 from mlxrl.rollout.keys import derive_key, derive_seed
-from mlxrl.rollout.sampling import SamplingConfig
+from mlxrl.rollout.sampling import SamplingConfig, is_whole
 from mlxrl.rollout.trajectory import Trajectory
 
 RolloutMode = Literal["parallel_per_turn", "sequential"]
@@ -39,10 +39,10 @@ def group_requests(
         sampling: how their tokens are drawn; None: as the engine draws.
 
     Raises:
-        ValueError: group_size is below 1.
+        ValueError: group_size is below 1 or not whole, or a seed, step or group id is not a whole number of 64 bits.
     """
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}.")
+    if not is_whole(group_size) or group_size < 1:
+        raise ValueError(f"group_size must be a whole number of at least 1, got {group_size!r}.")
     group_ids = range(len(tasks)) if group_ids is None else group_ids
     return [
         RolloutRequest(
@@ -126,10 +126,16 @@ def generate_groups(
         Trajectories, the groups one after the other.
 
     Raises:
-        ValueError: prompts is one text, or group_size is below 1.
+        ValueError: prompts is one text or one conversation, or group_size is below 1.
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list of prompts, got the text {prompts[:80]!r}; put it in a list.")
+    for prompt in prompts:
+        if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
+            raise ValueError(
+                f"prompts must be texts or lists of chat messages, got {prompt!r}; a conversation is "
+                "a list in the list."
+            )
     tasks = [Task(prompt if isinstance(prompt, str) else tuple(prompt)) for prompt in prompts]
     return generate_agentic_trajectories(
         model=model,

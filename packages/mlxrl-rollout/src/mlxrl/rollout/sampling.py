@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from numbers import Integral, Real
 from typing import Any
 
 import mlx.core as mx
@@ -20,8 +21,9 @@ class SamplingConfig:
 
     Args:
         temperature: logits are divided by it; 0 takes the most likely token (for evaluation only).
-        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1]; 1 keeps all.
-        top_k: keep the top_k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1], and those as likely as the
+            least of them; 1 keeps all.
+        top_k: keep the top_k most likely tokens, and those as likely as the last of them; 0 keeps all.
         min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1); 0 keeps all.
         max_tokens: tokens per action, at least 1.
         stop: texts that end an action; the token that completes one is the action's last.
@@ -38,6 +40,9 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(getattr(self, name), Real) or isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}.")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
@@ -47,11 +52,11 @@ class SamplingConfig:
                 f"temperature must be at least {LEAST_TEMPERATURE}, or 0 for the most likely token, got "
                 f"{self.temperature}."
             )
-        if not _is_whole(self.top_k) or self.top_k < 0:
+        if not is_whole(self.top_k) or self.top_k < 0:
             raise ValueError(f"top_k must be a whole number of at least 0 (0 keeps every token), got {self.top_k}.")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p must be in [0, 1), got {self.min_p}.")
-        if not _is_whole(self.max_tokens) or self.max_tokens < 1:
+        if not is_whole(self.max_tokens) or self.max_tokens < 1:
             raise ValueError(f"max_tokens must be a whole number of at least 1, got {self.max_tokens}.")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}.")
@@ -62,8 +67,9 @@ class SamplingConfig:
         return self.temperature > 0 and self.top_p == 1 and self.top_k == 0 and self.min_p == 0
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python's or NumPy's; truth values are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def draw(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from mlxrl.rollout import RESERVED_TEMPLATE_KWARGS
 from mlxrl.train.algorithms import AlgorithmConfig, check_algorithm
 from mlxrl.train.optimizers import OptimizerConfig
 from mlxrl.train.sections import Section
@@ -17,8 +18,6 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
-# What the engine itself passes to the chat template.
-RESERVED_TEMPLATE_KWARGS = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict"}
 # Names of the environment that reads [data].
 DATA_ENVIRONMENTS = ("dataset", "jsonl")
 
