@@ -1,7 +1,7 @@
 """Rollouts: prompts and environments in, token-exact trajectories out."""
 
 from mlxrl.rollout import _platform as _platform
-from mlxrl.rollout.chat import RESERVED_TEMPLATE_KWARGS, ChatEncoder
+from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.engine import Engine
 from mlxrl.rollout.episode import EpisodeLimits, RolloutRequest
 from mlxrl.rollout.generate import (
@@ -18,7 +18,6 @@ from mlxrl.rollout.sampling import SamplingConfig, draw
 from mlxrl.rollout.trajectory import Role, Segment, Trajectory, Turn
 
 __all__ = [
-    "RESERVED_TEMPLATE_KWARGS",
     "ChatEncoder",
     "EncodedObservation",
     "Engine",

@@ -12,8 +12,6 @@ from mlxrl.env import Message, as_messages
 from mlxrl.rollout.pieces import PLACE, EncodedObservation, Part, PieceEncoder, any_of
 
 PROBE_TURNS = 5  # a window that drops old messages shows itself within so many
-RESERVED_TEMPLATE_KWARGS = {"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict"}
-"""What the encoder itself passes to the chat template."""
 ROLES = ("system", "user", "assistant", "tool")  # of every template, whether or not it names them
 
 
@@ -32,6 +30,9 @@ class ChatEncoder:
         ValueError: a chat template is asked for and the tokenizer has none, or template_kwargs has what is set here.
     """
 
+    RESERVED_KWARGS = frozenset({"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict"})
+    """What the encoder itself passes to the template."""
+
     def __init__(
         self,
         tokenizer: TokenizerWrapper,
@@ -41,10 +42,8 @@ class ChatEncoder:
     ):
         if use_chat_template and not tokenizer.has_chat_template:
             raise ValueError("use_chat_template is true, but the tokenizer has no chat template; set it to false.")
-        if not isinstance(template_kwargs or {}, dict) or not RESERVED_TEMPLATE_KWARGS.isdisjoint(
-            template_kwargs or {}
-        ):
-            taken = ", ".join(sorted(RESERVED_TEMPLATE_KWARGS))
+        if not isinstance(template_kwargs or {}, dict) or not self.RESERVED_KWARGS.isdisjoint(template_kwargs or {}):
+            taken = ", ".join(sorted(self.RESERVED_KWARGS))
             raise ValueError(f"template_kwargs must be a dict, none of {taken} in it, got {template_kwargs!r}.")
         self.tokenizer = tokenizer
         self.templated = tokenizer.has_chat_template if use_chat_template is None else use_chat_template

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mlxrl.rollout import RESERVED_TEMPLATE_KWARGS
+from mlxrl.rollout import ChatEncoder
 from mlxrl.train.algorithms import AlgorithmConfig, check_algorithm
 from mlxrl.train.optimizers import OptimizerConfig
 from mlxrl.train.sections import Section
@@ -292,7 +292,7 @@ class TrainConfig(Section):
                 f"rollout.max_context = {self.rollout.max_context} leaves no room for an action after a prompt of "
                 f"max_prompt_len = {self.max_prompt_len} tokens; raise it or lower max_prompt_len"
             )
-        if taken := RESERVED_TEMPLATE_KWARGS & self.chat_template_kwargs.keys():
+        if taken := ChatEncoder.RESERVED_KWARGS & self.chat_template_kwargs.keys():
             raise ValueError(f"chat_template_kwargs.{sorted(taken)[0]} is set by the engine itself; leave it out")
         if self.chat_template_kwargs and self.use_chat_template is False:
             raise ValueError(
