@@ -80,6 +80,12 @@ def test_an_end_token_that_is_not_marked_special_stays_text_too():
     assert encoder.text(encoder.opening("<|eot|>").token_ids) == "<|user|><|eot|><|assistant|>"
 
 
+def test_padding_with_a_character_leaves_the_character_text():
+    encoder = ChatEncoder(TokenizerWrapper(character_tokenizer(pad="!")))
+    assert encoder.tokenizer.pad_token == "!"
+    assert encoder.text(encoder.observation("hi!", after_eos=True).token_ids) == "<|user|>hi!<|assistant|>"
+
+
 @pytest.mark.parametrize("text", ["hihi", "h<|end|>i"])
 def test_a_tokenizer_that_ends_a_text_does_not_end_a_prompt(text):
     tokenizer = character_tokenizer()

@@ -52,10 +52,9 @@ class PieceEncoder:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         ends = tokenizer.eos_token_ids
-        self.control = {
-            *tokenizer.all_special_tokens,
-            *(token.content for number, token in added.items() if token.special or number in ends),
-        }
+        named = {token.content for number, token in added.items() if token.special or number in ends}
+        # one character, which some tokenizers pad with, is text wherever it stands
+        self.control = {token for token in named.union(tokenizer.all_special_tokens) if len(token) > 1}
         self._spelled = any_of(self.control)
         self._control_ids = {*tokenizer.convert_tokens_to_ids(list(self.control))} - {tokenizer.unk_token_id}
         self._reach = max((len(token.content) for token in added.values()), default=0)
