@@ -337,9 +337,11 @@ def test_a_prompt_is_read_once_for_its_rows_where_that_saves_a_fifth():
     assert replace(run, shares_prompts=False).readings == ((8 * 600, 8 * 600, 0),)
     # a bound on rows may cut groups anywhere
     capped = replace(run, micro_batch_size=4)
-    assert capped.readings == ((4 * 600, 4 * 600, 0),)
-    # as many tokens may be those of all 4 rows, which begin with copies of a prompt
-    assert replace(capped, max_tokens_per_micro_batch=900).readings == ((900, 900, 4 * 500),)
+    shared = math.ceil(0.8 * 4 * 600)
+    assert capped.readings == ((4 * 600, 4 * 600, 0), (shared, shared, 4 * 500))
+    # a budget of tokens may hold all 4 rows, which begin with copies of a prompt
+    assert replace(capped, max_tokens_per_micro_batch=900).readings == ((900, 900, 0), (900, 900, 4 * 500))
+    assert replace(run, micro_batch_size=1).readings == ((600, 600, 0),)
     # shorter rows may fill a budget, with whichever of the two passes
     assert replace(run, max_tokens_per_micro_batch=900).readings[-1] == (900, 900, 8 * 500)
 

@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
@@ -65,6 +66,11 @@ def test_the_report_knows_what_context_the_model_was_made_for(folders, architect
 def test_a_config_may_tell_no_context():
     assert context_length({"model_type": "mamba"}) is None
     assert context_length({"text_config": None}) is None
+
+
+def test_the_part_for_text_may_be_an_object_as_some_of_mlx_lms_models_keep_it():
+    assert context_length({"text_config": SimpleNamespace(max_position_embeddings=7)}) == 7
+    assert context_length({"text_config": SimpleNamespace()}) is None
 
 
 def test_the_report_counts_a_quantized_model_as_if_it_were_unpacked(folders):

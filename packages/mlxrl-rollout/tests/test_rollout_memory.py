@@ -1,5 +1,6 @@
 """Bytes: the bound of the rows' caches, and that rollouts leave nothing behind."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,8 @@ def test_the_bound_holds_over_turns_and_changes_no_word(lend, architecture, dete
         peaks.append(engine.stats.peak_cache_bytes)
         # the rows of the first turns are shorter, so that one more fits now and then
         assert max(1, int(num_rows)) <= engine.stats.peak_rows <= 1.5 * max(1, num_rows)
-    assert peaks == sorted(peaks, reverse=True)
+    # rows that go on as environments answer meet others each time
+    assert all(later <= (1 if deterministic else 1.2) * earlier for earlier, later in pairwise(peaks))
     assert peaks[-1] < 0.4 * free.stats.peak_cache_bytes
 
 

@@ -134,16 +134,19 @@ class RunShape:
         Rows whole; or, where prompts are read once for their rows, the prompts first and then the rest of every row.
         That is done where it leaves at most `SHARING` of the tokens: for prompts up to a length not, and neither for
         the only row of a group whose others cannot move the policy; for rests up to a length it is. A bound on rows may
-        cut groups anywhere, so under one every row counts whole; as many tokens of rows that share may be more rows.
-        Shorter rows may fill a budget of tokens.
+        cut groups anywhere, so under one rows may share as little as is worthwhile. Shorter rows may fill a budget of
+        tokens.
         """
         rows = self.rows if self.micro_batch_size is None else min(self.rows, self.micro_batch_size)
         prompt, rest = self.prompt_length, self.rest_length
         saved = SHARING * rows - self.groups_per_step
         every = self._within_budget(rows * self.sequence_length)
-        if self.shares_prompts and self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
-            return (every._replace(forked=self._forked(rows * prompt)),)
-        if not self.shares_prompts or self.micro_batch_size is not None or saved <= 0:
+        if not self.shares_prompts or min(rows, self.group_size) == 1:
+            return (every,)
+        if self.micro_batch_size is not None:
+            least_shared = self._within_budget(math.ceil(SHARING * rows * self.sequence_length))
+            return every, least_shared._replace(forked=self._forked(rows * prompt))
+        if saved <= 0:
             return (every,)
         ratio = (1 - SHARING) * rows / saved  # of a prompt to the rest of its rows, above which it is read once
         whole = self._within_budget(math.ceil(rows * min(self.sequence_length, (1 + ratio) * rest)))

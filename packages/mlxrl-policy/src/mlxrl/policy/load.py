@@ -78,7 +78,9 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     Args:
         config: the fields of its config.json, or those that mlx-lm keeps of them (`vars(model.args)`).
     """
-    return config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    text: Any = config.get("text_config") or {}
+    of_text = text if isinstance(text, Mapping) else vars(text)
+    return config.get("max_position_embeddings") or of_text.get("max_position_embeddings")
 
 
 def register_model(name: str, folder: Path) -> None:
