@@ -202,6 +202,12 @@ def test_a_first_token_cannot_be_scored(policy, tokens, mask):
         score(policy("qwen3"), tokens, np.ones_like(mask))
 
 
+@pytest.mark.parametrize(("token", "span"), [(9999, "1 to 9999"), (101, "1 to 101"), (-1, "-1 to 1")])
+def test_a_token_outside_the_vocabulary_is_refused(policy, token, span):
+    with pytest.raises(ValueError, match=f"token_ids must be from 0 to 100, the model's vocabulary, got {span}"):
+        score(policy("qwen3"), [[1, token]], [[0, 1]])
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_gives_no_distribution_is_refused(policy, tokens, mask, temperature):
     with pytest.raises(ValueError, match=f"temperature must be .* got {temperature}"):
