@@ -86,7 +86,7 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
     """Print reward and accuracy of the base model and of the run's newest adapter on held-out tasks."""
     if not (folder / "config.toml").is_file():
         raise RunFolderError(f"{folder} holds no run: there is no config.toml.")
-    # the policy itself is asked, with and without its adapter; a merged copy would be of one of the two
+    # the policy itself is asked, with and without its adapter: a merged copy is rounded, and would be made for each
     fields = {"eval.tasks": tasks, "eval.temperature": temperature, "rollout.weights": "shared"}
     config = load_config(folder / "config.toml", fields)
     session = open_session(config)
