@@ -173,7 +173,7 @@ def told(reason):
 
 def test_rounding_that_passes_of_other_shapes_show_too_is_no_fault(model):
     verdict = audit(model(Coarse))
-    assert verdict.playable
+    assert verdict.row_bytes is not None
     assert verdict.batched
     assert verdict.ragged
     assert verdict.reason == ""
@@ -182,7 +182,7 @@ def test_rounding_that_passes_of_other_shapes_show_too_is_no_fault(model):
 @pytest.mark.parametrize("kind", [CoarseAndForgetful, CoarseAndDisplaced])
 def test_steps_that_go_wrong_are_not_excused_by_coarse_rounding(model, kind):
     verdict = audit(model(kind))
-    assert not verdict.playable
+    assert verdict.row_bytes is None
     distance, tolerance = map(float, told(verdict.reason))
     # 3 * 0.057 = 0.17 as Coarse derives it, up to a tenth more for the widest of all positions
     assert 0.17 <= tolerance < 0.2
@@ -191,7 +191,7 @@ def test_steps_that_go_wrong_are_not_excused_by_coarse_rounding(model, kind):
 
 def test_a_batch_that_goes_wrong_is_not_excused_by_coarse_rounding(model):
     verdict = audit(model(CoarseAndSeesPadding))
-    assert verdict.playable  # a row alone has no padding
+    assert verdict.row_bytes is not None  # a row alone has no padding
     assert not verdict.batched
     assert not verdict.ragged
     distance, tolerance = map(float, told(verdict.reason))
@@ -206,7 +206,7 @@ def test_a_batch_that_goes_wrong_is_not_excused_by_coarse_rounding(model):
 )
 def test_a_model_that_sees_the_future_is_not_excused_by_what_its_plain_passes_differ_by(model, kind):
     verdict = audit(model(kind))
-    assert not verdict.playable
+    assert verdict.row_bytes is None
     distance, tolerance = told(verdict.reason)
     assert float(distance) > 0.05
     assert tolerance == "0.05"
@@ -215,7 +215,7 @@ def test_a_model_that_sees_the_future_is_not_excused_by_what_its_plain_passes_di
 def test_where_rounding_is_fine_no_more_than_a_twentieth_is_tolerated(model):
     assert audit(model(DriftsBy4Percent)).batched
     verdict = audit(model(DriftsBy6Percent))
-    assert not verdict.playable
+    assert verdict.row_bytes is None
     assert told(verdict.reason) == ("0.06", "0.05")
 
 

@@ -16,6 +16,7 @@ from mlxrl.rollout import (
     group_requests,
     single_turn_environment,
 )
+from mlxrl.rollout.audit import audit
 
 from .comparing import engine_of
 from .environments import Chatter, chatter, converse
@@ -140,6 +141,7 @@ def test_rows_of_other_turns_are_read_together(lend):
 
 def test_one_row_at_a_time_keeps_one_cache_at_a_time(lend):
     model, tokenizer = lend("qwen3")
+    audit(model)  # plays three rows at once
 
     def growth(mode):
         gc.collect()

@@ -1,5 +1,6 @@
 """Bytes: the bound of the rows' caches, and that rollouts leave nothing behind."""
 
+import gc
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,18 @@ def held(*most_tokens):
 def test_every_row_counts_with_the_length_of_the_longest(staying, joining, fitting):
     room = Room(width=64, ragged=True, row_bytes=lambda num_tokens: num_tokens, cache_bytes=100)
     assert room.how_many_fit(held(*staying), held(*joining)) == fitting
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_a_first_rollout_leaves_nothing_behind(lend, architecture):
+    policy = lend(architecture)
+    mx.eval(policy[0].parameters())
+    mx.synchronize()
+    before = mx.get_active_memory()
+    engine_of(policy, SAMPLING).rollout(requests_of(2, 20))  # audits the model
+    gc.collect()
+    mx.synchronize()
+    assert mx.get_active_memory() == before
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_5"])

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.rollout.caches import Cache, join, new_cache, row_bytes, select
+from mlxrl.rollout.caches import Cache, RowBytes, join, new_cache, select
 from mlxrl.rollout.decoder import Prefilled, Reader
 
 # Three rows of different length, so that positions and masks matter: a prompt, two steps, more to read, and a step.
@@ -50,22 +50,13 @@ class Audit:
         batched: rows of different length may decode side by side.
         ragged: texts of different length may be read in one padded pass.
         reason: why not, where something is False; empty otherwise.
-        sample: a cache of one row that has read something, to measure by; None where not even one row can be played.
+        row_bytes: bytes that a row of so many tokens keeps in its cache; None where not even one row can be played.
     """
 
     batched: bool
     ragged: bool
     reason: str = ""
-    sample: Cache | None = None
-
-    @property
-    def playable(self) -> bool:
-        """Whether the model can be played at all."""
-        return self.sample is not None
-
-    def row_bytes(self, num_tokens: int) -> int:
-        """Bytes that a row of `num_tokens` tokens keeps in its cache."""
-        return row_bytes(self.sample or [], num_tokens)
+    row_bytes: RowBytes | None = None
 
 
 def audit(model: nn.Module) -> Audit:
@@ -92,17 +83,17 @@ def _audit(model: nn.Module) -> Audit:
     tolerance = _tolerance(model, texts, truth)
     for groups, ragged in WAYS[-1:] if reason else WAYS:
         try:
-            sample: Cache | None = None
+            cache: Cache = []
             distances: list[float] = []
             for rows in groups:
-                sample, played = _play(model, rows, ragged=ragged)
+                cache, played = _play(model, rows, ragged=ragged)
                 for row, logits in played.items():
                     distances += _distances(mx.stack(logits), truth[row][_places(row)])
         except Exception as error:  # each model's code refuses in its own way what it cannot do
             reason = f"{type(error).__name__}: {error}"
             continue
         if max(distances) <= tolerance:
-            return Audit(batched=len(groups) == 1, ragged=ragged, reason=reason, sample=sample)
+            return Audit(batched=len(groups) == 1, ragged=ragged, reason=reason, row_bytes=RowBytes.of(cache))
         reason = (
             f"its logits differ from those of a pass over the whole text by {max(distances):.2g} of their size, "
             f"where rounding may take {tolerance:.2g}"
@@ -138,7 +129,7 @@ def _tolerance(model: nn.Module, texts: Sequence[list[int]], truth: Sequence[mx.
 
 
 def _play(model: nn.Module, rows: Sequence[int], *, ragged: bool) -> tuple[Cache, dict[int, list[mx.array]]]:
-    """What the engine does with rows; a cache of one of them, and per row the logits after each thing it read."""
+    """What the engine does with rows; their cache, and per row the logits after each thing it read."""
     reader = Reader(model)
 
     def read(caches: Sequence[Cache], texts: Sequence[list[int]]) -> Prefilled:
@@ -169,7 +160,7 @@ def _play(model: nn.Module, rows: Sequence[int], *, ragged: bool) -> tuple[Cache
     for place, row in enumerate(rows):
         later = order.index(place)
         played[row] = [*(logits_B_V[place] for logits_B_V in seen), after_B_V[later], last_B_V[later]]
-    return select(cache, [0]), played
+    return cache, played
 
 
 def _places(row: int) -> mx.array:

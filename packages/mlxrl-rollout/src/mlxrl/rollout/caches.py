@@ -5,8 +5,10 @@ where no row is padded, rows picked, repeated and put together without the host 
 window that stays in the order of time, so that sums over it do not depend on the neighbours.
 """
 
+import math
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -71,9 +73,19 @@ def num_bytes(cache: Cache) -> int:
     return sum(layer.nbytes for layer in cache)
 
 
-def row_bytes(cache: Cache, num_tokens: int) -> int:
-    """Bytes that one row of `num_tokens` tokens keeps in a cache like this one, which has read something."""
-    return sum(_layer_row_bytes(layer, num_tokens) for layer in cache)
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes that one row keeps in caches of a model, measured in `cache`, which has read something and is not kept."""
+
+    shares: tuple[tuple[int, float], ...]
+    """Bytes a token and the most tokens kept, by part; what does not grow is one token's."""
+
+    @classmethod
+    def of(cls, cache: Cache) -> "RowBytes":
+        return cls(tuple(share for layer in cache for share in _shares(layer)))
+
+    def __call__(self, num_tokens: int) -> int:
+        return sum(size * int(min(num_tokens, most)) for size, most in self.shares)
 
 
 class RowsKVCache(BatchKVCache):
@@ -179,11 +191,11 @@ def _twin(layer: Any) -> Any:
     return twin
 
 
-def _layer_row_bytes(layer: Any, num_tokens: int) -> int:
+def _shares(layer: Any) -> list[tuple[int, float]]:
     if isinstance(layer, CacheList):
-        return sum(_layer_row_bytes(inner, num_tokens) for inner in layer.caches)
+        return [share for inner in layer.caches for share in _shares(inner)]
     if isinstance(layer, ArraysCache):
-        return layer.nbytes // layer.batch_size
-    kept = min(num_tokens, getattr(layer, "max_size", num_tokens))  # a sliding window keeps no more
+        return [(layer.nbytes // layer.batch_size, 1)]
     _, heads, _, key_width = layer.keys.shape
-    return kept * heads * (key_width + layer.values.shape[3]) * layer.keys.dtype.size
+    size = heads * (key_width + layer.values.shape[3]) * layer.keys.dtype.size
+    return [(size, getattr(layer, "max_size", math.inf))]  # a sliding window keeps no more

@@ -107,7 +107,7 @@ class Engine:
             flatten_quantized_rows(model)
         verdict = audit(model)
         name = getattr(getattr(model, "args", None), "model_type", type(model).__module__.rsplit(".", 1)[-1])
-        if not verdict.playable:
+        if verdict.row_bytes is None:
             raise ValueError(f"a {name} model cannot be sampled from token by token: {verdict.reason}; use another.")
         if not verdict.batched:
             warnings.warn(f"a {name} model is played row by row: {verdict.reason.rstrip('.')}.", stacklevel=2)
