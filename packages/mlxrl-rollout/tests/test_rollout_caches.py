@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList
 
 from mlxrl.rollout import SamplingConfig, decoder, group_requests
 from mlxrl.rollout.caches import RowsKVCache, WindowRowsKVCache, join, select
@@ -167,6 +167,18 @@ def test_rows_that_read_on_keep_their_room_and_others_only_what_is_written():
     for seed in range(1, size - 4 + 1):
         staying.read([1, 1], seed)
     assert staying.cache[0].keys.shape[2] == size  # no step had to grow
+
+
+@pytest.mark.parametrize("with_room", [False, True])
+def test_a_layer_that_keeps_several_things_keeps_the_room_of_each(with_room):
+    rows = rows_cache(3)
+    rows.read([4, 2, 4], 0)
+    alone = select(rows.cache, [1, 2], with_room=with_room)[0]
+    (beside,) = select([CacheList(ArraysCache(1, left_padding=[0] * 3), *rows.cache)], [1, 2], with_room=with_room)
+    state, nested = beside.caches
+    assert nested.keys.shape[2] == alone.keys.shape[2] == (BatchKVCache.step if with_room else 4)
+    assert nested.host_padding == alone.host_padding
+    assert state.batch_size == 2
 
 
 @given(lengths=st.lists(st.integers(1, 3000), max_size=40), ragged=st.booleans())

@@ -46,10 +46,7 @@ def select(cache: Cache, rows: Sequence[int], *, with_room: bool = False) -> Cac
     index = mx.array(list(rows), dtype=mx.int32)
     chosen = [_twin(layer) for layer in cache]
     for layer in chosen:
-        if with_room and isinstance(layer, RowsKVCache):
-            layer.filter(index, with_room=True)
-        else:
-            layer.filter(index)
+        _keep(layer, index, with_room=with_room)
     return chosen
 
 
@@ -189,6 +186,16 @@ def _twin(layer: Any) -> Any:
     if isinstance(layer, CacheList):
         twin.caches = tuple(map(_twin, layer.caches))
     return twin
+
+
+def _keep(layer: Any, rows: mx.array, *, with_room: bool) -> None:
+    if isinstance(layer, CacheList):
+        for inner in layer.caches:
+            _keep(inner, rows, with_room=with_room)
+    elif isinstance(layer, RowsKVCache):
+        layer.filter(rows, with_room=with_room)
+    else:
+        layer.filter(rows)
 
 
 def _shares(layer: Any) -> list[tuple[int, float]]:
