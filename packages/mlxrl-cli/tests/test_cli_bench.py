@@ -236,10 +236,15 @@ def test_rounds_go_in_turn_and_the_first_is_not_counted():
 def test_who_breaks_or_does_other_work_leaves_the_race_and_the_others_go_on():
     broken = Scripted("broken", result(4, 1), ContestantError("it broke"))
     lazy = Scripted("lazy", result(3, 1))
-    outcome = race([Scripted("a", *[result(4, 1)] * 3), broken, lazy], 2, lambda _: None, expected_tokens=4)
+    raising = Scripted("raising", ValueError("no such shape"))
+    outcome = race([Scripted("a", *[result(4, 1)] * 3), broken, lazy, raising], 2, lambda _: None, expected_tokens=4)
     assert list(outcome.results) == ["a"]
     assert len(outcome.results["a"]) == 2
-    assert outcome.failures == {"broken": "it broke", "lazy": "drew 3 tokens, the work is 4"}
+    assert outcome.failures == {
+        "broken": "it broke",
+        "lazy": "drew 3 tokens, the work is 4",
+        "raising": "ValueError: no such shape",
+    }
 
 
 def test_a_model_whose_context_is_too_short_for_the_work_is_an_error(tmp_path):
@@ -277,6 +282,7 @@ BAD = [
     (["multiturn", "--shape", "huge"], ["--shape", "tiny, tiny-32k, qwen3-0.6b", "'huge'"]),
     (["multiturn", "--bits", 3], ["--bits", "4, 8, 16 or 32", "3"]),
     (["multiturn", "--model", "embedded", "--bits", 4], ["--model embedded", "--bits 4", "exclude"]),
+    (["rollout", "--temperature", 1e-9], ["--temperature must be 0", "0.0001", "1e-09"]),
     (["multiturn", "--model", "no/such/folder"], ["no/such/folder", "no folder"]),
 ]
 

@@ -326,7 +326,7 @@ def test_smoke_reports_shapes_and_passes(architecture, targets, tmp_path):
 @pytest.mark.parametrize("command", ["equivalence", "phase2-equivalence"])
 def test_equivalence_passes_under_both_names(command, tmp_path):
     output = cli(command, folder=tmp_path)
-    assert "12 of 12" in output
+    assert "16 of 16" in output
 
 
 def test_a_gate_that_fails_exits_with_1():

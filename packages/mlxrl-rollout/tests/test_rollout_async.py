@@ -3,6 +3,7 @@
 import _thread
 import asyncio
 import re
+import signal
 import threading
 import time
 
@@ -186,7 +187,15 @@ def test_a_rollout_that_breaks_off_closes_every_environment(lend, monkeypatch, e
         assert_closed(clerk)
 
 
-def test_ctrl_c_while_an_environment_hangs_closes_the_others_and_that_one_when_it_wakes(lend):
+@pytest.fixture
+def ctrl_c():
+    """What Python does of itself, but not where the tests were started in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_an_environment_hangs_closes_the_others_and_that_one_when_it_wakes(lend, ctrl_c):
     woken = threading.Event()
 
     class Hangs(Clerk):

@@ -237,3 +237,17 @@ def test_the_refusal_names_the_model_the_distance_and_the_tolerance(model, lend)
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Engine(model(DriftsBy6Percent), tokenizer, SamplingConfig())
+
+
+def test_a_verdict_is_of_the_types_that_the_weights_have(lend):
+    model, _ = lend("qwen3")
+    wide = audit(model)
+    assert audit(model) is wide
+    try:
+        model.set_dtype(mx.float16)
+        narrow = audit(model)
+    finally:
+        model.set_dtype(mx.float32)
+    assert wide.row_bytes is not None
+    assert narrow.row_bytes is not None
+    assert wide.row_bytes(100) == 2 * narrow.row_bytes(100)

@@ -292,8 +292,29 @@ def test_a_template_that_is_asked_for_and_missing_is_refused():
 
 def test_a_template_that_loses_a_message_is_refused():
     tokenizer = wrapped_character_tokenizer(chat_template="{{ messages[0].content }}<|assistant|>")
-    with pytest.raises(ValueError, match="drops or reorders messages"):
+    with pytest.raises(ValueError, match="drops, changes or reorders the texts"):
         ChatEncoder(tokenizer).observation("no", after_eos=True)
+    shouts = wrapped_character_tokenizer(chat_template=CHATML.replace("m.content", "m.content | upper"))
+    with pytest.raises(ValueError, match="drops, changes or reorders the texts"):
+        ChatEncoder(shouts).observation("no", after_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "strips"), [(LLAMA3, True), (GEMMA, True), (CHATML, False), (CHAT_TEMPLATE, False)]
+)
+@pytest.mark.parametrize("limit", [None, 3])
+def test_an_observation_is_stripped_where_the_template_strips(template, strips, limit):
+    encoder = encoder_of(template)
+    (whole,), (later,) = (
+        [text_of(encoder, encoded.token_ids)]
+        for encoded in (
+            encoder.opening(" \nyes\n ", max_content=None if limit is None else 7),
+            encoder.observation(" \nyes\n ", after_eos=True, max_content=None if limit is None else 7),
+        )
+    )
+    for text in (whole, later):
+        assert "yes" in text
+        assert (" \nyes\n " not in text) is strips
 
 
 @pytest.mark.parametrize(

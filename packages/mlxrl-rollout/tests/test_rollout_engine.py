@@ -12,6 +12,7 @@ from mlxrl.rollout import (
     Engine,
     Role,
     SamplingConfig,
+    generate_agentic_trajectories,
     generate_groups,
     group_requests,
     naive_rollout,
@@ -202,9 +203,15 @@ def test_limits_below_one_are_refused_by_name(lend, name):
         ({"env_timeout": "5"}, "env_timeout must be above 0 seconds.* got '5'"),
         (
             {"template_kwargs": {"tokenize": True}},
-            "template_kwargs must be a dict, none of .*tokenize.* got {'tokenize'",
+            "template_kwargs must be a dict by name, none of .*tokenize.* got {'tokenize'",
         ),
-        ({"template_kwargs": ["a"]}, r"template_kwargs must be a dict, .* got \['a'\]"),
+        ({"template_kwargs": ["a"]}, r"template_kwargs must be a dict by name, .* got \['a'\]"),
+        ({"template_kwargs": {1: 2}}, r"template_kwargs must be a dict by name, .* got {1: 2}"),
+        ({"template_kwargs": {"continue_final_message": True}}, "none of .*continue_final_message"),
+        ({"env_timeout": True}, "env_timeout must be above 0 seconds.* got True"),
+        ({"deterministic": "no"}, "deterministic must be true or false, got 'no'"),
+        ({"echo": 1}, "echo must be true or false, got 1"),
+        ({"use_chat_template": "no"}, "use_chat_template must be true, false or None, got 'no'"),
     ],
 )
 def test_other_options_are_refused_by_name_too(lend, options, reason):
@@ -216,6 +223,48 @@ def test_settings_are_no_dict(lend):
     model, tokenizer = lend("qwen3")
     with pytest.raises(ValueError, match=r"sampling must be a SamplingConfig, got {'temperature': 1}"):
         Engine(model, tokenizer, cast(Any, {"temperature": 1}))
+    with pytest.raises(ValueError, match=r"sampling must be a SamplingConfig, or None .* got {'temperature': 1}"):
+        requests_of(sampling=cast(Any, {"temperature": 1}))
+    with pytest.raises(ValueError, match="sampling must be a SamplingConfig, got 0"):
+        generate_groups(model=model, tokenizer=tokenizer, prompts=["a"], group_size=1, sampling=cast(Any, 0))
+
+
+def test_a_tokenizer_is_mlx_lms(lend):
+    model, tokenizer = lend("qwen3")
+    with pytest.raises(ValueError, match=r"tokenizer must be mlx-lm's TokenizerWrapper, .* got a .*; wrap it"):
+        Engine(model, tokenizer._tokenizer, SAMPLING)
+
+
+def test_a_model_in_training_mode_is_refused_by_a_rollout_too(lend):
+    engine = engine_of(lend)
+    engine.model.train()
+    try:
+        with pytest.raises(ValueError, match=r"training mode.*call model\.eval\(\) first"):
+            engine.rollout(requests_of())
+    finally:
+        engine.model.eval()
+
+
+def test_prompts_may_come_one_by_one(lend):
+    model, tokenizer = lend("qwen3")
+    options: Any = {"model": model, "tokenizer": tokenizer, "group_size": 2, "sampling": SAMPLING}
+    expected = generate_groups(prompts=["a", "b"], **options)
+    assert len(expected) == 4
+    assert_same(generate_groups(prompts=iter(["a", "b"]), **options), expected)
+
+
+def test_groups_tasks_and_factory_are_checked_by_name():
+    with pytest.raises(ValueError, match=r"group_ids must be one a task, got 1 for 2 tasks"):
+        group_requests(["a", "b"], single_turn_environment, group_size=1, group_ids=[1])
+    with pytest.raises(ValueError, match=r"env_factory must be a function of task, seed and group_index, got None"):
+        group_requests(["a"], cast(Any, None), group_size=1)
+
+
+def test_one_row_at_a_time_has_no_other_width(lend):
+    model, tokenizer = lend("qwen3")
+    options: Any = {"env_factory": single_turn_environment, "tasks": [Task("a")], "group_size": 1}
+    with pytest.raises(ValueError, match=r"width must be 1 where rollout_mode is 'sequential', got 4"):
+        generate_agentic_trajectories(model=model, tokenizer=tokenizer, rollout_mode="sequential", width=4, **options)
 
 
 def test_an_unknown_context_is_refused(lend):

@@ -1,6 +1,7 @@
 """Bytes: the bound of the rows' caches, and that rollouts leave nothing behind."""
 
 import gc
+import string
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -40,10 +41,12 @@ def test_a_row_costs_what_its_layers_keep(lend):
     assert engine_of(lend("qwen3_5"), SAMPLING).room.row_bytes(100) == states + 100 * LAYER_TOKEN_BYTES
 
 
-@pytest.mark.parametrize(("num_rows", "peak"), [(20, 8), (8, 8), (7.9, 7), (3, 3), (2, 2), (1, 1), (0.01, 1)])
+@pytest.mark.parametrize(
+    ("num_rows", "peak"), [(20, 8), (8, 8), (7.9, 6), (4, 4), (3.95, 3), (3.9, 2), (2, 2), (1, 1), (0.01, 1)]
+)
 def test_as_many_rows_are_played_at_once_as_fit(lend, num_rows, peak):
     policy = lend("qwen3")
-    row = (92 + 3 + 5) * 2 * LAYER_TOKEN_BYTES  # the prompt and all that may be said
+    row = (92 + 3 + 5) * 2 * LAYER_TOKEN_BYTES  # the prompt, which is kept for the group's other, and all it may say
     budget = max(1, int(num_rows * row))
     engine = engine_of(policy, SAMPLING, cache_bytes=budget)
     trajectories = engine.rollout(requests_of(1, 92))
@@ -96,7 +99,42 @@ def held(*most_tokens):
 )
 def test_every_row_counts_with_the_length_of_the_longest(staying, joining, fitting):
     room = Room(width=64, ragged=True, row_bytes=lambda num_tokens: num_tokens, cache_bytes=100)
-    assert room.how_many_fit(held(*staying), held(*joining)) == fitting
+    assert room.how_many_fit(held(*staying), held(*joining), [0] * len(joining)) == fitting
+
+
+@pytest.mark.parametrize(("prompt_bytes", "fitting"), [((40, 0), 2), ((41, 0), 0), ((40, 1), 2), ((40, 41), 1)])
+def test_prompts_that_are_kept_for_others_count(prompt_bytes, fitting):
+    room = Room(width=64, ragged=True, row_bytes=lambda num_tokens: num_tokens, cache_bytes=100)
+    assert room.how_many_fit(held(10), held(30, 20), prompt_bytes) == fitting
+
+
+def test_what_rows_have_grown_to_is_counted(lend):
+    sampling = SamplingConfig(temperature=0.7, max_tokens=300)
+    engine = engine_of(lend("qwen3"), sampling)
+    trajectories = engine.rollout(requests_of(1, 0, num_rows=4))
+    assert engine.stats.prefill_forwards == 1  # they join at once, and nobody takes a place that gets free
+    # the last token of a row is not read; what is shorter has left
+    lengths = sorted((len(t.segments[0].token_ids) - 1 for t in trajectories), reverse=True)
+    filled = max(num_rows * length for num_rows, length in enumerate(lengths, 1))
+    assert filled <= engine.stats.peak_cache_bytes / (2 * LAYER_TOKEN_BYTES) <= filled + 4 * STEP
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_few_prompts_are_kept_in_whatever_order_rows_come(lend, deterministic):
+    policy = lend("qwen3")
+    factory = lambda task, seed, member: Chatter(1, task * 500)  # noqa: E731
+    requests = sorted(
+        group_requests(string.ascii_lowercase[:16], factory, group_size=4), key=lambda request: request.sample_index
+    )
+    row = engine_of(policy, SAMPLING).room.row_bytes(503 + 5)
+    engine = engine_of(policy, SAMPLING, cache_bytes=4 * row, deterministic=deterministic, env_timeout=None)
+    trajectories = engine.rollout(requests)
+    assert [t.stop_reason for t in trajectories] == [
+        t.stop_reason for t in engine_of(policy, SAMPLING).rollout(requests)
+    ]
+    assert engine.stats.prefill_tokens == 16 * 503
+    assert engine.stats.peak_rows == 4
+    assert engine.stats.peak_cache_bytes <= 6 * row  # those of the bound, buffers half filled, and no more prompts
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])

@@ -1,3 +1,4 @@
+from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
@@ -160,6 +161,20 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any):
     options: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
         SamplingConfig(**options)
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 1e-6])
+def test_the_likeliest_token_stays_however_small_the_nucleus(top_p):
+    tokens, logprobs = drawn([0.0, 2.0, 1.0], SamplingConfig(top_p=top_p))
+    assert set(tokens) == {1}
+    np.testing.assert_array_equal(logprobs, 0)
+
+
+def test_numbers_of_any_kind_are_floats():
+    values: dict[str, Any] = {"temperature": Fraction(7, 10), "top_p": np.float32(0.5), "min_p": 0}
+    config = SamplingConfig(**values)
+    assert config == SamplingConfig(temperature=0.7, top_p=0.5, min_p=0.0)
+    assert all(type(value) is float for value in (config.temperature, config.top_p, config.min_p))
 
 
 @pytest.mark.parametrize(("field", "value"), [("temperature", "1"), ("top_p", None), ("min_p", True)])

@@ -2,7 +2,7 @@
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlxrl.env import StopReason
@@ -119,6 +119,38 @@ def test_a_stop_text_may_have_characters_of_several_tokens(scripted, text, stop,
     assert trajectory.num_sampled == num_bytes
     assert trajectory.turns[0].action.endswith(stop)
     assert trajectory.stop_reason == StopReason.stop
+
+
+def falling_back_tokenizer():
+    """Tokens for a few characters, and for the bytes of all others, as SentencePiece makes them."""
+    special = (EOS, PAD, "<unk>")
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁axy!"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "num_tokens"),
+    # a tail that begins within a character has no character of its run of bytes
+    [
+        ("x日é🙂", "🙂", 10),
+        ("日é🙂", "🙂", 9),
+        ("日é🙂", "é", 5),
+        ("é日🙂!", "日", 5),
+        ("x日é🙂y!", "y", 11),
+        ("日🙂!", "x", 9),  # and the end token
+    ],
+)
+def test_a_stop_text_of_single_bytes_is_found_behind_others(scripted, text, stop, num_tokens):
+    tokenizer = falling_back_tokenizer()
+    tokens = tokenizer.tokenize(text)
+    assert len(set(tokens)) == len(tokens)
+    trajectory = play(says(scripted, *tokens, tokenizer=tokenizer), (stop,), "a")
+    assert trajectory.num_sampled == num_tokens
 
 
 def test_any_of_several_end_tokens_ends_an_action(scripted):

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxrl.cli.embedded import embedded_config_path, embedded_model_path
 from mlxrl.policy import register_model
+from mlxrl.rollout.sampling import LEAST_TEMPERATURE
 from mlxrl.train import ConfigError, TrainConfig, load_config, parse_override
 
 register_model("embedded", embedded_model_path())
@@ -22,6 +23,16 @@ def read_config(path: Path | None, options: Mapping[str, Any], settings: Sequenc
     if path is None:
         return load_config(embedded_config_path(), overrides, source="the embedded default")
     return load_config(path, overrides)
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse an option --temperature that the sampler would.
+
+    Raises:
+        ConfigError: it is neither 0 nor at least the sampler's least.
+    """
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ConfigError(f"--temperature must be 0, or at least {LEAST_TEMPERATURE}, got {temperature}.")
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:

@@ -10,13 +10,14 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import mlx_lm
 import numpy as np
+from mlx.utils import tree_unflatten
 from rich.console import Console
 from rich.markup import escape
 
 from mlxrl.algo import make_algorithm
-from mlxrl.cli.configs import read_config
+from mlxrl.cli.configs import check_temperature, read_config
 from mlxrl.cli.views import make_view
-from mlxrl.env import Task
+from mlxrl.env import StepResult, Task
 from mlxrl.policy import (
     LoRAConfig,
     PolicyReport,
@@ -64,13 +65,18 @@ def toy_gate(seed: int, steps: int) -> None:
 
 
 def equivalence(model: str | None, architecture: str | None, seed: int, temperature: float, max_tokens: int) -> None:
-    """Hold the engine against a loop of one row without cache, at the same keys."""
+    """Hold the engine against a loop of one row without cache, at the same keys, in one turn and in several."""
+    check_temperature(temperature)
     with tempfile.TemporaryDirectory() as folder:
         policy, tokenizer, _ = load_policy_with_lora(
             _model_id(model, architecture, folder), LoRAConfig(rank=4, seed=seed)
         )
+        _move_adapters(policy, seed)
         engine = Engine(policy, tokenizer, SamplingConfig(temperature=temperature, max_tokens=max_tokens))
-        requests = group_requests([Task(p) for p in PROMPTS], single_turn_environment, group_size=3, seed=seed)
+        requests = [
+            *group_requests([Task(p) for p in PROMPTS], single_turn_environment, group_size=3, seed=seed),
+            *group_requests(PROMPTS[:2], _Asking, group_size=2, seed=seed, step=1),
+        ]
         batched = engine.rollout(requests)
         alone = naive_rollout(policy, tokenizer, requests, engine.limits)
     same = sum(a.completion_ids == b.completion_ids for a, b in zip(batched, alone, strict=True))
@@ -187,8 +193,40 @@ def _engine_difference(a: Trajectory, b: Trajectory) -> float:
     shared = next(
         (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
     )
-    logprobs = [t.segments[0].sampler_logprobs[t.segments[0].roles == Role.ACTION][:shared] for t in (a, b)]
-    return float(np.abs(logprobs[0] - logprobs[1]).max(initial=0.0))
+    ours, theirs = (
+        np.concatenate([s.sampler_logprobs[s.roles == Role.ACTION] for s in t.segments])[:shared] for t in (a, b)
+    )
+    return float(np.abs(ours - theirs).max(initial=0.0))
+
+
+def _move_adapters(policy: nn.Module, seed: int) -> None:
+    """Away from 0, where they begin and would not be noticed."""
+    values = adapter_parameters(policy)
+    keys = mx.random.split(mx.random.key(seed), len(values))
+    moved = [
+        (name, value + 0.02 * mx.random.normal(value.shape, key=key))
+        for (name, value), key in zip(values.items(), keys, strict=True)
+    ]
+    policy.update(tree_unflatten(moved))
+
+
+class _Asking:
+    """Asks three times, whatever is answered."""
+
+    max_turns = 3
+
+    def __init__(self, task: str, seed: int, group_index: int):
+        self.task, self.num_answers = task, 0
+
+    def reset(self) -> str:
+        return self.task
+
+    def step(self, action: str) -> StepResult:
+        self.num_answers += 1
+        return StepResult(f"That is answer {self.num_answers}. Go on.", reward=0.0, terminated=False)
+
+    def state_id(self, observation: object) -> str:
+        return self.task
 
 
 def _bound() -> float:

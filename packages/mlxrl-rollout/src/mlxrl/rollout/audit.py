@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlxrl.rollout.caches import Cache, RowBytes, join, new_cache, select
 from mlxrl.rollout.decoder import Prefilled, Reader
@@ -62,14 +63,19 @@ class Audit:
 def audit(model: nn.Module) -> Audit:
     """Play a few tokens in each of the engine's ways, the fastest first, and take the first that gives the truth.
 
-    A way that is known to fail on longer texts is not tried. The verdict is kept with the model.
+    A way that is known to fail on longer texts is not tried. The verdict is kept with the model, for as long as its
+    weights are of the same types.
 
     Args:
         model: an mlx-lm causal language model.
     """
-    if not hasattr(model, "_rollout_audit"):
-        object.__setattr__(model, "_rollout_audit", _audit(model))
-    verdict: Any = model._rollout_audit
+    weights: Any = tree_flatten(model.parameters())
+    dtypes = {name: weight.dtype for name, weight in weights}
+    kept: Any = getattr(model, "_rollout_audit", None)
+    if kept is None or kept[0] != dtypes:
+        kept = dtypes, _audit(model)
+        object.__setattr__(model, "_rollout_audit", kept)
+    verdict: Audit = kept[1]
     return verdict
 
 

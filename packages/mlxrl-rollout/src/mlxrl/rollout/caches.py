@@ -203,6 +203,8 @@ def _shares(layer: Any) -> list[tuple[int, float]]:
         return [share for inner in layer.caches for share in _shares(inner)]
     if isinstance(layer, ArraysCache):
         return [(layer.nbytes // layer.batch_size, 1)]
+    if layer.keys is None:
+        return []  # of a layer without attention, which keeps nothing
     _, heads, _, key_width = layer.keys.shape
     size = heads * (key_width + layer.values.shape[3]) * layer.keys.dtype.size
     return [(size, getattr(layer, "max_size", math.inf))]  # a sliding window keeps no more

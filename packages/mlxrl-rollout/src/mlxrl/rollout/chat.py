@@ -27,11 +27,14 @@ class ChatEncoder:
         template_kwargs: passed to the template, for example {"enable_thinking": False}.
 
     Raises:
-        ValueError: a chat template is asked for and the tokenizer has none, or template_kwargs has what is set here.
+        ValueError: the tokenizer is not mlx-lm's, a chat template is asked for and it has none, or template_kwargs has
+            what is set here.
     """
 
-    RESERVED_KWARGS = frozenset({"messages", "conversation", "add_generation_prompt", "tokenize", "return_dict"})
-    """What the encoder itself passes to the template."""
+    RESERVED_KWARGS = frozenset(
+        {"messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
+    )
+    """What the encoder itself passes to the template, or what does not go with it."""
 
     def __init__(
         self,
@@ -40,11 +43,18 @@ class ChatEncoder:
         use_chat_template: bool | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ):
+        if not isinstance(tokenizer, TokenizerWrapper):
+            raise ValueError(
+                "tokenizer must be mlx-lm's TokenizerWrapper, as mlx_lm.load returns it, got a "
+                f"{type(tokenizer).__name__}; wrap it."
+            )
         if use_chat_template and not tokenizer.has_chat_template:
             raise ValueError("use_chat_template is true, but the tokenizer has no chat template; set it to false.")
-        if not isinstance(template_kwargs or {}, dict) or not self.RESERVED_KWARGS.isdisjoint(template_kwargs or {}):
+        names = list(template_kwargs or {})
+        is_named = isinstance(template_kwargs or {}, dict) and all(isinstance(name, str) for name in names)
+        if not is_named or not self.RESERVED_KWARGS.isdisjoint(names):
             taken = ", ".join(sorted(self.RESERVED_KWARGS))
-            raise ValueError(f"template_kwargs must be a dict, none of {taken} in it, got {template_kwargs!r}.")
+            raise ValueError(f"template_kwargs must be a dict by name, none of {taken} in it, got {template_kwargs!r}.")
         self.tokenizer = tokenizer
         self.templated = tokenizer.has_chat_template if use_chat_template is None else use_chat_template
         self.template_kwargs = template_kwargs or {}
@@ -116,7 +126,7 @@ class ChatEncoder:
             scaffold = ["", *["\n"] * (len(messages) - 1), ""]
         parts = [Part(scaffold[0])]
         for message, after in zip(messages, scaffold[1:], strict=True):
-            parts += [Part(message["content"], is_plain=True, is_content=True), Part(after)]
+            parts += [Part(self._content(message), is_plain=True, is_content=True), Part(after)]
         end = self.tokenizer.eos_token if after_eos else None
         encoded = self._encoder.encode(parts, max_content, before=end or PLACE)
         token_ids, content = encoded.token_ids, encoded.content
@@ -149,6 +159,20 @@ class ChatEncoder:
                     )
         return messages
 
+    @cached_property
+    def _strips(self) -> bool:
+        """Whether the template strips the texts of messages."""
+        mark = self._mark.format(0)
+        try:
+            text = self._render([{"role": "user", "content": f" \n{mark}\n "}])
+        except Exception:  # it may want other messages, with any error
+            return False
+        return mark in text and f" \n{mark}\n " not in text
+
+    def _content(self, message: Message) -> str:
+        """The text of a message as the template writes it."""
+        return message["content"].strip() if self.templated and self._strips else message["content"]
+
     def _control_of(self, message: Message) -> re.Pattern[str]:
         return self._control_in_answers if message["role"] == "assistant" else self._control
 
@@ -161,7 +185,7 @@ class ChatEncoder:
             piece, found, rest = rest.partition(message["content"])
             if not found:
                 roles = [message["role"] for message in messages]
-                raise ValueError(f"the chat template drops or reorders messages of the roles {roles}.")
+                raise ValueError(f"the chat template drops, changes or reorders the texts of the roles {roles}.")
             pieces.append(piece)
         return [*pieces, rest]
 
@@ -186,7 +210,7 @@ class ChatEncoder:
         shown: list[Message] = []
         for i, message in enumerate(messages):
             if i >= new:
-                text = hold(message["content"], is_content=True)
+                text = hold(self._content(message), is_content=True)
             else:
                 text = self._control_of(message).sub(lambda spelled: hold(spelled[0]), message["content"])
             shown.append({**message, "content": text})

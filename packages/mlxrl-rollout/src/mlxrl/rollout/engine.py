@@ -27,13 +27,15 @@ class Engine:
     """Plays episodes in batches: rows share forward passes, leave when they end, and make room for the next.
 
     Each distinct prompt is read once and its cache forked to the rows that start with it; a row keeps its cache over
-    turns and reads only what is new. A row draws from its own key, so what it draws does not depend on the others.
+    turns and reads only what is new, or all again after an observation of no tokens. A row draws from its own key, so
+    what it draws does not depend on the others.
 
     On its first use for a model a few tokens are played in each of the engine's ways and compared with plain passes
     (`mlxrl.rollout.audit`); a model whose rows mix in a batch is played row by row, with a warning.
 
     An engine belongs to the thread that made it, as MLX's streams do. All environments of a rollout are made and reset
-    before its first token.
+    before its first token; not so where `deterministic` is false, and there a prompt is read again where rows that
+    start with it come later than others have left.
 
     Args:
         model: the policy, in evaluation mode.
@@ -54,14 +56,14 @@ class Engine:
         env_timeout: seconds an environment has for an answer, after which its row fails. None: no bound, and
             environments run in the caller's thread.
         cache_bytes: most bytes of what the rows and the prompts that others wait for have read, at their longest; rows
-            wait where they would not fit, but one always plays. Buffers grow by 256 tokens, and while rows change
-            places old and new ones exist. None: no bound.
+            wait where they would not fit, but one and its prompt always do. Buffers grow by 256 tokens, and while rows
+            change places old and new ones exist. None: no bound.
         weights: what is sampled from: "shared" (the model itself, the adapter beside its base) or "merged" (a
             float16 copy with the adapter merged into it, renewed whenever the adapter has changed).
 
     Raises:
-        ValueError: a number is below 1 or not whole, context or weights is unknown, the model is in training mode or
-            cannot be played token by token, or a chat template is asked for that the tokenizer does not have.
+        ValueError: an option is not what it may be, the model is in training mode or cannot be played token by token,
+            or a chat template is asked for that the tokenizer does not have.
     """
 
     def __init__(
@@ -97,12 +99,17 @@ class Engine:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
         if not isinstance(sampling, SamplingConfig):
             raise ValueError(f"sampling must be a SamplingConfig, got {sampling!r}.")
-        if env_timeout is not None and not (isinstance(env_timeout, Real) and env_timeout > 0):
+        for name, flag in {"deterministic": deterministic, "echo": echo}.items():
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} must be true or false, got {flag!r}.")
+        if use_chat_template not in (None, True, False):
+            raise ValueError(f"use_chat_template must be true, false or None, got {use_chat_template!r}.")
+        is_number = isinstance(env_timeout, Real) and not isinstance(env_timeout, bool)
+        if env_timeout is not None and not (is_number and env_timeout > 0):
             raise ValueError(f"env_timeout must be above 0 seconds, or None for no bound, got {env_timeout!r}.")
         if context not in ("transcript", "turn"):
             raise ValueError(f"context must be 'transcript' or 'turn', got {context!r}.")
-        if model.training:
-            raise ValueError("the model is in training mode, in which dropout acts; call model.eval() first.")
+        _refuse_training(model)
         if on_cuda():
             flatten_quantized_rows(model)
         verdict = audit(model)
@@ -159,7 +166,11 @@ class Engine:
         Returns:
             A trajectory per request, in their order. An environment that raises or hangs costs its row only, and one
             that a factory gave to several episodes costs theirs: see `Trajectory.error`.
+
+        Raises:
+            ValueError: the model is in training mode.
         """
+        _refuse_training(self.model)
         players: dict[int, tuple[Environment, Episode]] = {}
         episodes = [Episode(request, self.encoder, self.limits, players) for request in requests]
         model = self._sampled_from()
@@ -177,3 +188,8 @@ class Engine:
         else:
             self._merged.renew()
         return self._merged.model
+
+
+def _refuse_training(model: nn.Module) -> None:
+    if model.training:
+        raise ValueError("the model is in training mode, in which dropout acts; call model.eval() first.")

@@ -35,7 +35,7 @@ class RolloutRequest:
         sampling: how this row's tokens are drawn; None: as the engine draws.
 
     Raises:
-        ValueError: key is no whole number from 0 to 2^64 - 1.
+        ValueError: key is no whole number from 0 to 2^64 - 1, or sampling no SamplingConfig.
     """
 
     task: Any
@@ -48,6 +48,8 @@ class RolloutRequest:
     def __post_init__(self) -> None:
         if not is_whole(self.key) or not 0 <= self.key < 2**64:
             raise ValueError(f"key must be a whole number from 0 to 2^64 - 1, got {self.key}; `derive_key` makes one.")
+        if self.sampling is not None and not isinstance(self.sampling, SamplingConfig):
+            raise ValueError(f"sampling must be a SamplingConfig, or None for the engine's, got {self.sampling!r}.")
 
 
 @dataclass(frozen=True)
@@ -267,10 +269,18 @@ class Episode:
         return SyncEnv(environment, self._max_turns)
 
     def _says_stop(self) -> bool:
-        """Whether the action's end spells a stop text; each token adds a byte or more, so that a tail is enough."""
+        """Whether the action's end spells a stop text; each token adds a byte or more, so that a tail is enough.
+
+        Tokens of single bytes are no text where a tail begins inside a character, so other tails are tried then.
+        """
         longest = max(len(text.encode()) for text in self.sampling.stop)
-        tail = self.encoder.text(self._action[-longest - 4 :])
-        return any(text in tail for text in self.sampling.stop)
+        for beyond in (4, 3, 2, 1):
+            tail = self.encoder.text(self._action[-longest - beyond :])
+            if any(text in tail for text in self.sampling.stop):
+                return True
+            if "\ufffd" not in tail:
+                return False
+        return False
 
     def _show(self, reply: Reply) -> None:
         """Put the observation before the model: encode it, and see that it fits."""

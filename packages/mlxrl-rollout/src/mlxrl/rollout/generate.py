@@ -1,6 +1,6 @@
 """Two doors to the engine: completions of plain prompts, and episodes of an environment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -39,11 +39,17 @@ def group_requests(
         sampling: how their tokens are drawn; None: as the engine draws.
 
     Raises:
-        ValueError: group_size is below 1 or not whole, or a seed, step or group id is not a whole number of 64 bits.
+        ValueError: group_size is below 1 or not whole, a seed, step or group id is not a whole number of 64 bits,
+            group_ids are not one a task, or env_factory is no function.
     """
     if not is_whole(group_size) or group_size < 1:
         raise ValueError(f"group_size must be a whole number of at least 1, got {group_size!r}.")
+    if not callable(env_factory):
+        raise ValueError(f"env_factory must be a function of task, seed and group_index, got {env_factory!r}.")
+    tasks = list(tasks)
     group_ids = range(len(tasks)) if group_ids is None else group_ids
+    if len(group_ids) != len(tasks):
+        raise ValueError(f"group_ids must be one a task, got {len(group_ids)} for {len(tasks)} tasks.")
     return [
         RolloutRequest(
             task=task,
@@ -89,13 +95,15 @@ def generate_agentic_trajectories(
         Trajectories, the groups one after the other.
 
     Raises:
-        ValueError: group_size is below 1 or rollout_mode is unknown.
+        ValueError: group_size is below 1, rollout_mode is unknown, or a width is given to the sequential mode.
     """
     if rollout_mode not in ("parallel_per_turn", "sequential"):
         raise ValueError(f"rollout_mode must be 'parallel_per_turn' or 'sequential', got {rollout_mode!r}.")
     if rollout_mode == "sequential":
+        if engine_options.get("width", 1) != 1:
+            raise ValueError(f"width must be 1 where rollout_mode is 'sequential', got {engine_options['width']!r}.")
         engine_options = {**engine_options, "width": 1}
-    engine = Engine(model, tokenizer, sampling or SamplingConfig(), **engine_options)
+    engine = Engine(model, tokenizer, SamplingConfig() if sampling is None else sampling, **engine_options)
     return engine.rollout(group_requests(tasks, env_factory, group_size=group_size, seed=seed, step=step))
 
 
@@ -103,7 +111,7 @@ def generate_groups(
     *,
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    prompts: Sequence[str | Sequence[Message]],
+    prompts: Iterable[str | Sequence[Message]],
     group_size: int,
     sampling: SamplingConfig | None = None,
     seed: int = 0,
@@ -130,6 +138,7 @@ def generate_groups(
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts must be a list of prompts, got the text {prompts[:80]!r}; put it in a list.")
+    prompts = list(prompts)
     for prompt in prompts:
         if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
             raise ValueError(

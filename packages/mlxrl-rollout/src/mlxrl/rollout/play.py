@@ -6,9 +6,10 @@ tokens alone decide (`deterministic`), or as soon as environments answer.
 """
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import mlx.nn as nn
@@ -17,6 +18,7 @@ from mlxrl.rollout.caches import Cache, join, new_cache, num_bytes, select
 from mlxrl.rollout.decoder import DecodeBatch, Draws, Prefilled, Reader, Row, reading_plan
 from mlxrl.rollout.environment_calls import EnvironmentFailedError
 from mlxrl.rollout.episode import Episode
+from mlxrl.rollout.prompts import Prompt, PromptQueue
 from mlxrl.rollout.stage import OverrunError, Stage, Ticket
 
 
@@ -69,17 +71,22 @@ class Room:
     regroup_share: float = 0.0
     cache_bytes: int | None = None
 
-    def how_many_fit(self, held: Sequence[Row], joining: Sequence[Row], num_prompts: int = 0) -> int:
-        """How many of those who would join fit beside the rows and the prompts whose caches are held.
+    def how_many_fit(self, held: Sequence[Row], joining: Sequence[Row], prompt_bytes: Iterable[int]) -> int:
+        """How many of those who would join fit beside the rows whose caches are held.
 
         A batch is as long as its longest row, so every row is counted at that length.
+
+        Args:
+            held: rows that hold a cache.
+            joining: those who would join, in their order.
+            prompt_bytes: per joining row, bytes of the prompts that are kept for others once it has joined.
         """
         if self.cache_bytes is None:
             return len(joining)
         longest = max((row.episode.most_tokens for row in held), default=0)
-        for fitting, row in enumerate(joining):
+        for fitting, (row, kept) in enumerate(zip(joining, prompt_bytes, strict=True)):
             longest = max(longest, row.episode.most_tokens)
-            if (num_prompts + len(held) + fitting + 1) * self.row_bytes(longest) > self.cache_bytes:
+            if (len(held) + fitting + 1) * self.row_bytes(longest) + kept > self.cache_bytes:
                 return fitting
         return len(joining)
 
@@ -130,13 +137,11 @@ class Play:
         self._reader = Reader(model)
         self._batch = DecodeBatch(model)
         self._unread: deque[Draws] = deque()
-        self._waiting: deque[Row] = deque()
+        self._waiting = PromptQueue()
         self._is_full = False  # those who wait do not fit before a row has ended
         self._parked: list[_Parked] = []
         self._last_words: list[tuple[Episode, Ticket]] = []
         self._closings: dict[int, Ticket] = {}
-        self._readers: Counter[tuple[int, ...]] = Counter()
-        self._prompts: dict[tuple[int, ...], tuple[Prefilled, int]] = {}
 
     def run(self) -> None:
         """Play until every episode is finished."""
@@ -155,6 +160,7 @@ class Play:
                 self._hear(episode, ticket)
             for owner, ticket in self._closings.items():
                 self._see_closed(self.episodes[owner], ticket)
+            self._count_bytes()
         except BaseException:
             self._stage.break_off([episode.close for episode in self.episodes])
             raise
@@ -175,14 +181,9 @@ class Play:
         if not self.deterministic:
             self._parked = openings
             return
-        rows_of: dict[tuple[int, ...], list[Row]] = {}
         for opening in openings:
-            episode = opening.row.episode
-            self._hear(episode, opening.ticket)
-            if not episode.finished:
-                rows_of.setdefault(tuple(episode.token_ids), []).append(Row(episode))
-        for rows in rows_of.values():  # rows of one prompt one after the other, so that few prompts are held for others
-            self._queue(rows)
+            self._hear(opening.row.episode, opening.ticket)
+        self._waiting.add([Row(episode) for episode in self.episodes if not episode.finished])
 
     def _consult(self, episode: Episode) -> Ticket:
         return self._stage.submit(self._owners[id(episode)], episode.consult, too_late=episode.close)
@@ -221,14 +222,6 @@ class Play:
         begin = time.perf_counter()
         self._stage.await_answer(ticket)
         self.stats.environment_seconds += time.perf_counter() - begin
-
-    def _queue(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
-        """Have rows read from their start when there is room, ahead of the others or behind them."""
-        self._readers.update(tuple(row.episode.token_ids) for row in rows)
-        if ahead:
-            self._waiting.extendleft(reversed(rows))
-        else:
-            self._waiting.extend(rows)
 
     def _read(self, draws: Draws) -> None:
         """Take what was drawn: rows whose action is complete end, and their environments are asked."""
@@ -288,32 +281,35 @@ class Play:
 
     def _regroup(self) -> None:
         """Rows that have ended give their places to rows whose environment has answered, and then to new ones."""
+        self._count_bytes()  # until now all have grown
         keep = [place for place, row in enumerate(self._batch.rows) if not row.ended]
         staying = [self._batch.rows[place] for place in keep]
         if not staying and not self._a_new_row_fits():
             self._stage.wait_for_any([parked.ticket for parked in self._parked])
         returning = self._take_answers()
         free = max(0, self.room.width - len(staying) - self._num_seated(self._parked))
-        joining = [*(seat.row for seat in returning), *self._waiting][:free]
+        joining = list(islice(chain((seat.row for seat in returning), self._waiting), free))
         fitting = self._how_many_fit(staying, joining)
-        self._queue([Row(seat.row.episode) for seat in returning[fitting:]], ahead=True)  # to be read again
+        self._waiting.add([Row(seat.row.episode) for seat in returning[fitting:]], ahead=True)  # to be read again
         self._is_full = fitting < len(joining)
         returning = returning[:fitting]
-        new = [self._waiting.popleft() for _ in range(fitting - len(returning))]
-        draws = self._batch.regroup(keep, [*self._read_on(returning), *self._read_prompts(new)])
+        new = self._waiting.take(fitting - len(returning))
+        draws = self._batch.regroup(keep, [*self._read_on(returning), *self._waiting.read(new, self._read_prompts)])
         if draws is not None:
             self._unread.append(draws)
-        self._count_caches()
+        num_rows = len(self._batch.rows) + self._num_seated(self._parked)
+        self.stats.peak_rows = max(self.stats.peak_rows, num_rows)
+        self._count_bytes()
 
     def _how_many_fit(self, staying: Sequence[Row], joining: Sequence[Row]) -> int:
         held = [*staying, *(parked.row for parked in self._parked if parked.seat is not None)]
-        fitting = self.room.how_many_fit(held, joining, len(self._prompts))
+        fitting = self.room.how_many_fit(held, joining, self._waiting.bytes_kept(joining, self.room.row_bytes))
         return fitting if held else max(fitting, min(1, len(joining)))  # or nobody would ever go on
 
     def _a_new_row_fits(self) -> bool:
         """Whether a row could join an empty batch beside those that wait for their environments."""
         has_place = bool(self._waiting) and self._num_seated(self._parked) < self.room.width
-        return has_place and self._how_many_fit([], [self._waiting[0]]) > 0
+        return has_place and self._how_many_fit([], [next(iter(self._waiting))]) > 0
 
     def _take_answers(self) -> list[_Seat]:
         """Hear the environments that are due; the seats of the rows that read on from where they are."""
@@ -330,7 +326,7 @@ class Play:
                 afresh.append(Row(episode))
             else:
                 seats.append(_Seat(Row(episode, num_read=num_read), parked.seat.cache, parked.seat.place))
-        self._queue(afresh, ahead=True)
+        self._waiting.add(afresh, ahead=True)
         return seats
 
     def _read_on(self, seats: Sequence[_Seat]) -> Iterator[tuple[list[Row], Prefilled]]:
@@ -348,30 +344,10 @@ class Play:
                 row.num_read = len(row.episode.token_ids)
             yield rows, prefilled
 
-    def _read_prompts(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], Prefilled]]:
-        """Read each distinct prompt once, and give every row that starts with it a copy of its cache."""
-        prompts = [tuple(row.episode.token_ids) for row in rows]
-        unread = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._prompts]
-        for chunk in self._plan(unread):
-            texts = [unread[i] for i in chunk]
-            prefilled = self._read_in(new_cache(self.model, len(texts)), texts)
-            self._prompts.update({prompt: (prefilled, place) for place, prompt in enumerate(texts)})
-        rows_of: dict[int, list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            rows_of.setdefault(id(self._prompts[prompt][0]), []).append(i)
-        for group in rows_of.values():
-            prefilled = self._prompts[prompts[group[0]]][0]
-            places = [self._prompts[prompts[i]][1] for i in group]
-            for i in group:
-                rows[i].num_read = len(prompts[i])
-            yield [rows[i] for i in group], prefilled.select(places)
-        self._readers.subtract(prompts)
-        for prompt in dict.fromkeys(prompts):
-            if self._readers[prompt]:  # alone, so that it does not hold those that were read with it
-                prefilled, place = self._prompts[prompt]
-                self._prompts[prompt] = prefilled.select([place]), 0
-            else:
-                del self._prompts[prompt], self._readers[prompt]
+    def _read_prompts(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Sequence[Prompt], Prefilled]]:
+        for chunk in self._plan(prompts):
+            texts = [prompts[i] for i in chunk]
+            yield texts, self._read_in(new_cache(self.model, len(texts)), texts)
 
     def _plan(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
         return reading_plan([len(text) for text in texts], ragged=self.room.ragged)
@@ -381,10 +357,8 @@ class Play:
         self.stats.prefill_tokens += sum(map(len, texts))
         return self._reader(cache, texts)
 
-    def _count_caches(self) -> None:
-        rows = len(self._batch.rows) + self._num_seated(self._parked)
+    def _count_bytes(self) -> None:
         caches = {id(parked.seat.cache): parked.seat.cache for parked in self._parked if parked.seat is not None}
-        caches |= {id(prefilled): prefilled.cache for prefilled, _ in self._prompts.values()}
+        caches |= {id(prefilled): prefilled.cache for prefilled in self._waiting.kept}
         held = num_bytes(self._batch.cache) + sum(map(num_bytes, caches.values()))
-        self.stats.peak_rows = max(self.stats.peak_rows, rows)
         self.stats.peak_cache_bytes = max(self.stats.peak_cache_bytes, held)

@@ -43,6 +43,7 @@ class SamplingConfig:
         for name in ("temperature", "top_p", "min_p"):
             if not isinstance(getattr(self, name), Real) or isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}.")
+            object.__setattr__(self, name, float(getattr(self, name)))
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
@@ -145,7 +146,7 @@ def _filtered(logits_B_V: mx.array, config: SamplingConfig) -> mx.array:
     if config.top_p < 1:
         sorted_B_V = -mx.sort(-logits_B_V, axis=-1)
         before_B_V = mx.cumsum(mx.softmax(sorted_B_V, axis=-1), axis=-1, inclusive=False)
-        least_B_1 = mx.where(before_B_V < config.top_p, sorted_B_V, mx.inf).min(axis=-1, keepdims=True)
+        least_B_1 = mx.where(before_B_V < config.top_p, sorted_B_V, sorted_B_V[:, :1]).min(axis=-1, keepdims=True)
         logits_B_V = mx.where(logits_B_V >= least_B_1, logits_B_V, -mx.inf)
     if config.min_p > 0:
         least_B_1 = logits_B_V.max(axis=-1, keepdims=True) + math.log(config.min_p)

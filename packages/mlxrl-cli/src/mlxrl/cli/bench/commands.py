@@ -29,6 +29,7 @@ from mlxrl.cli.bench.work import (
     make_update_work,
     spread_limits,
 )
+from mlxrl.cli.configs import check_temperature
 from mlxrl.rollout import Engine, SamplingConfig, generate_groups
 from mlxrl.train import ConfigError, RunError
 
@@ -137,11 +138,12 @@ def check(settings: dict[str, Any]) -> None:
     """Refuse at once what would fail late.
 
     Raises:
-        ConfigError: --weights is unknown, or there is no folder for --json.
+        ConfigError: --weights is unknown, --temperature too small, or there is no folder for --json.
     """
     file = settings["json"]
     if file not in (None, "-") and (Path(file).is_dir() or not Path(file).parent.is_dir()):
         raise ConfigError(f"--json must be - or a file in a folder that exists, got {file}.")
+    check_temperature(settings.get("temperature", 1.0))
     if settings.get("weights") not in (None, "shared", "merged"):
         raise ConfigError(f"--weights must be shared or merged, got {settings['weights']!r}.")
 

@@ -105,8 +105,9 @@ def race(
                 result = contestant.run()
                 if expected_tokens not in (None, result.tokens):
                     raise ContestantError(f"drew {result.tokens} tokens, the work is {expected_tokens}")
-            except ContestantError as error:
-                failures[contestant.name] = str(error)
+            except Exception as error:  # each breaks in its own way
+                known = isinstance(error, ContestantError)
+                failures[contestant.name] = str(error) if known else f"{type(error).__name__}: {error}"
                 del results[contestant.name]
                 continue
             if number:
