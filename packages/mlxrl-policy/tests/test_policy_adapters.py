@@ -51,6 +51,20 @@ def test_an_adapter_comes_back_bit_for_bit(saved, policy, architecture):
     assert {name.rsplit(".", 1)[-1] for name in after} == {"lora_a", "lora_b"}
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+def test_a_file_of_16_bits_becomes_an_adapter_of_32_with_its_values(saved, policy, dtype, options):
+    _, folder = saved("qwen3", **options)
+    file = str(folder / "adapters.safetensors")
+    halved = {name: value.astype(dtype) for name, value in leaves(mx.load(file)).items()}
+    mx.save_safetensors(file, halved)
+    fresh = policy("qwen3", **options)
+    load_adapter(fresh, folder)
+    for name, value in adapter_parameters(fresh).items():
+        assert value.dtype == mx.float32
+        assert mx.array_equal(value, halved[name])
+
+
 @pytest.mark.parametrize("bits", [0, 4])
 def test_mlx_lm_loads_the_adapter_and_generates_what_the_policy_does(saved, folders, architecture, tokens, bits):
     model, folder = saved(architecture, bits=bits)

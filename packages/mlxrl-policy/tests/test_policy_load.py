@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import phi3small
 from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.utils import save_model
 
 from mlxrl.policy import LoRAConfig, ModelError, context_length, find_model, load_policy_with_lora, read_config
 from mlxrl.policy.lora import attach_lora
@@ -149,16 +152,23 @@ def test_a_second_adapter_on_top_is_refused(policy):
     ("field", "value"),
     [
         ("rank", 0),
+        ("rank", 2.5),
+        ("rank", "8"),
         ("scale", 0.0),
+        ("scale", "2"),
         ("scale", float("nan")),
         ("scale", float("inf")),
         ("dropout", 1.0),
         ("dropout", -0.1),
         ("last_layers", 0),
+        ("last_layers", 1.5),
+        ("seed", -1),
+        ("targets", "q_proj"),
+        ("targets", (8,)),
     ],
 )
 def test_an_adapter_out_of_range_is_refused_by_name_and_value(field, value):
-    with pytest.raises(ModelError, match=rf"{field} must be .* got {value}"):
+    with pytest.raises(ModelError, match=rf"{field} must be .* got {re.escape(repr(value))}"):
         LoRAConfig(**{field: value})
 
 
@@ -186,6 +196,18 @@ def test_a_model_that_mlx_lm_cannot_load_is_refused_with_its_reason(folders, tmp
         load_policy_with_lora(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"cannot be loaded.*No safetensors"):
+        load_policy_with_lora(tmp_path)
+
+
+def test_a_model_that_mlx_lm_scores_wrongly_is_refused_at_load_with_the_reason(folders, tmp_path):
+    shutil.copytree(folders("qwen3"), tmp_path, dirs_exist_ok=True)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rest = {"dense_attention_every_n_layers": 2, "ff_intermediate_size": 48, "gegelu_limit": 20.0}
+    config = {"model_type": "phi3small", **sizes, **rest, "mup_width_multiplier": 1.0, "vocab_size": 101}
+    config |= {"layer_norm_epsilon": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_model(tmp_path, phi3small.Model(phi3small.ModelArgs.from_dict(config)))
+    with pytest.raises(ModelError, match="scores the architecture phi3small wrongly: it adds a boolean mask"):
         load_policy_with_lora(tmp_path)
 
 

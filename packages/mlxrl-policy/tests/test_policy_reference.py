@@ -143,6 +143,50 @@ def test_a_policy_is_what_it_was_with_the_adapter_it_had(policy, trained, tokens
     assert all(value is own[name] for name, value in adapter_parameters(model).items())
 
 
+REPLACEMENTS = {
+    "an unknown name": (
+        lambda own: own | {"model.layers.0.nothing": mx.zeros(1)},
+        r"the first is model\.layers\.0\.noth",
+    ),
+    "a missing name": (lambda own: dict(list(own.items())[1:]), r"1 tensors are on one side only"),
+    "another rank": (lambda own: {n: v[..., :2] for n, v in own.items()}, r"has shape \(\d+, 2\), the policy has"),
+}
+
+
+@pytest.mark.parametrize("case", REPLACEMENTS)
+def test_an_adapter_of_another_policy_does_not_replace_a_part_of_this_one(policy, tokens, case):
+    model = policy("qwen3")
+    own, adapted = adapter_parameters(model), logits_of(model, tokens)
+    change, reason = REPLACEMENTS[case]
+    other = change({name: 2 * value for name, value in own.items()})
+    with (
+        pytest.raises(ModelError, match=f"in parameters fits another policy: .*{reason}"),
+        adapter_replaced(model, other),
+    ):
+        pass
+    assert all(value is own[name] for name, value in adapter_parameters(model).items())
+    np.testing.assert_array_equal(logits_of(model, tokens), adapted)
+
+
+def test_what_is_no_array_leaves_the_adapter_whole(policy):
+    model = policy("qwen3")
+    own = adapter_parameters(model)
+    last = list(own)[-1]
+    other: Any = {name: 2 * value for name, value in own.items()} | {last: np.array(own[last])}  # MLX refuses it
+    with pytest.raises(ValueError, match="invalid type"), adapter_replaced(model, other):
+        pass
+    assert all(value is own[name] for name, value in adapter_parameters(model).items())
+
+
+def test_a_base_has_no_adapter_to_replace(policy):
+    model = policy("qwen3")
+    own = adapter_parameters(model)
+    refused = pytest.raises(ModelError, match="no adapter to replace; leave adapters_disabled")
+    with adapters_disabled(model), refused, adapter_replaced(model, own):
+        pass
+    assert all(value is own[name] for name, value in adapter_parameters(model).items())
+
+
 def test_the_adapters_come_back_after_an_exception(policy, tokens):
     model = policy("qwen3")
     adapted = logits_of(model, tokens)

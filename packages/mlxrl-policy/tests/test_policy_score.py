@@ -214,9 +214,28 @@ def test_a_temperature_that_gives_no_distribution_is_refused(policy, tokens, mas
         score(policy("qwen3"), tokens, mask, temperature=temperature)
 
 
-@pytest.mark.parametrize("chunk_size", [0, -1])
+def test_a_temperature_of_another_shape_is_refused_with_both(policy, tokens, mask):
+    with pytest.raises(ValueError, match=r"temperature must be a number or of token_ids' shape \(3, 12\), got \(5,\)"):
+        score(policy("qwen3"), tokens, mask, temperature=np.ones(5))
+
+
+def test_rows_of_different_length_are_refused_by_name(policy):
+    with pytest.raises(ValueError, match="token_ids must be numbers, its rows padded to one length"):
+        score(policy("qwen3"), [[5, 6, 7], [5, 6]], [[0, 1, 1], [0, 1, 0]])
+    with pytest.raises(ValueError, match="mask must be numbers, its rows padded to one length"):
+        score(policy("qwen3"), [[5, 6, 7], [5, 6, 0]], [[0, 1, 1], [0, 1]])
+    with pytest.raises(ValueError, match="temperature must be numbers"):
+        score(policy("qwen3"), [[5, 6]], [[0, 1]], temperature="hot")
+
+
+def test_token_ids_that_are_no_whole_numbers_are_refused(policy):
+    with pytest.raises(ValueError, match="token_ids must be whole numbers, got float64; cast them"):
+        score(policy("qwen3"), [[5.0, 6.7]], [[0, 1]])
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.5])
 def test_a_chunk_holds_at_least_one_position(policy, tokens, mask, chunk_size):
-    with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
+    with pytest.raises(ValueError, match=f"chunk_size must be a whole number of at least 1, got {chunk_size}"):
         score(policy("qwen3"), tokens, mask, chunk_size=chunk_size)
 
 

@@ -105,6 +105,20 @@ def test_a_run_may_go_on_from_the_run_it_replaces(values, tmp_path):
     assert not (tmp_path / "run" / "initial_adapter").exists()
 
 
+def test_an_adapter_of_16_bits_is_trained_in_32(going_on, tmp_path):
+    file = str(tmp_path / "adapter" / "adapters.safetensors")
+    fields = going_on(steps=2, optimizer={"learning_rate": 1e-5})  # steps far below the rounding of 16 bits
+    halved = {name: value.astype(mx.bfloat16) for name, value in mx.load(file).items()}
+    found = []
+    for dtype in (mx.bfloat16, mx.float32):
+        mx.save_safetensors(file, {name: value.astype(dtype) for name, value in halved.items()})
+        train(make_config(fields | {"output": str(tmp_path / str(dtype))}))
+        found.append(adapter_of(tmp_path / str(dtype)))
+    assert found[0] == found[1] != {name: value.tolist() for name, value in halved.items()}
+    kept = mx.load(str(tmp_path / str(mx.bfloat16) / "adapters/adapters.safetensors"))
+    assert {value.dtype for value in kept.values()} == {mx.float32}
+
+
 DAMAGE = {
     "a flipped bit": lambda folder: flip(folder / "adapters.safetensors"),
     "an edited scale": lambda folder: edit(folder / "adapter_config.json", '"scale": 2.0', '"scale": 3.0'),

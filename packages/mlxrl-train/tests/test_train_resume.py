@@ -102,6 +102,38 @@ def test_a_run_resumes_at_the_boundary_of_an_epoch_and_trains_to_more_steps(valu
         assert sorted(epoch) == sorted(f"tasks.jsonl:{i}" for i in range(1, 13) for _ in range(2))
 
 
+HOLDING = """
+import sys
+import time
+from pathlib import Path
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+from mlxrl.train import Observer, load_config, train
+
+class Waiting(Observer):
+    def on_start(self, session, folder, first_step):
+        Path(sys.argv[2]).touch()
+        time.sleep(600)
+
+train(load_config(sys.argv[1]), resume=True, observer=Waiting())
+"""
+
+
+def test_one_process_at_a_time_runs_in_a_folder_and_a_killed_one_locks_nobody_out(values, tmp_path):
+    config = make_config(values())
+    train(config)
+    before = contents(tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", HOLDING, tmp_path / "run/config.toml", tmp_path / "begun"]) as other:
+        while other.poll() is None and not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        for how in ({"resume": True}, {"force": True}):
+            with pytest.raises(RunError, match=f"another process runs in {tmp_path / 'run'}; wait until it ends"):
+                train(config, **how)
+        assert contents(tmp_path / "run") == before
+        other.send_signal(signal.SIGKILL)
+    assert [row["step"] for row in resume(tmp_path / "run", {"steps": 3}).metrics] == [3]
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     """Folder of a tiny mixture of experts of two blocks."""
@@ -232,6 +264,20 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_field_that_differs(save
     # without a checkpoint the folder's config speaks
     break_off(saved, 0)
     assert refusal(seed=4).startswith(f"{saved / 'config.toml'} was made with seed = 0")
+
+
+def test_what_an_update_and_a_rollout_take_at_once_may_change_on_the_way(full, tmp_path):
+    fields = {"dropout": 0.0, "steps": 2}
+    train(make_config(full(**fields)))
+    unchanged = rows(tmp_path / "run" / "metrics.jsonl")[-1]
+    break_off(tmp_path / "run", 1)
+    less = {"gradient_checkpointing": True, "update.max_tokens_per_micro_batch": 40, "micro_batch_size": 3}
+    (resumed,) = resume(tmp_path / "run", less | {"rollout_mode": "sequential"}).metrics
+    written = load_config(tmp_path / "run" / "config.toml")
+    assert (written.gradient_checkpointing, written.update.max_tokens_per_micro_batch) == (True, 40)
+    assert resumed["forwards/score"] > unchanged["forwards/score"]
+    for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
+        assert resumed[name] == pytest.approx(unchanged[name], rel=1e-3, abs=1e-5), name
 
 
 def test_the_length_of_a_run_is_free_only_while_the_rate_does_not_depend_on_it(full, tmp_path):

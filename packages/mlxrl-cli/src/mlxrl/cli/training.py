@@ -9,7 +9,7 @@ from rich.console import Console
 from mlxrl.cli.configs import parse_settings, read_config
 from mlxrl.cli.planning import changes_of, plan_of, show_plan
 from mlxrl.cli.views import make_view, measured, tasks_played
-from mlxrl.policy import adapters_disabled, load_adapter
+from mlxrl.policy import adapters_disabled
 from mlxrl.rollout import SamplingConfig
 from mlxrl.train import (
     ConfigError,
@@ -89,8 +89,10 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
     # the policy itself is asked, with and without its adapter: a merged copy is rounded, and would be made for each
     fields = {"eval.tasks": tasks, "eval.temperature": temperature, "rollout.weights": "shared"}
     config = load_config(folder / "config.toml", fields)
-    session = open_session(config)
-    load_adapter(session.model, folder / "adapters")
+    adapter = folder / "adapters"
+    if not adapter.is_dir():
+        raise RunFolderError(f"{folder} has no checkpoint yet; go on with train --resume.")
+    session = open_session(config, adapter=adapter)  # whatever has become of the one that the run started from
     curriculum = session.curriculum
     console = Console()
 

@@ -45,6 +45,8 @@ def save_adapter(model: nn.Module, folder: str | Path, config: LoRAConfig, keys:
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
     """Load an adapter of the same shape into a policy that `load_policy_with_lora` made.
 
+    Its values become float32, in which adapters are trained: 16 bits would round most of an update away.
+
     Args:
         model: the policy; its adapter is replaced.
         folder: a folder with `adapters.safetensors` and `adapter_config.json`.
@@ -84,7 +86,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
             f"adapter {folder} was trained with scale {description['lora_parameters'].get('scale')}, "
             f"the policy has {sorted(scales)}; set `scale` and `rank_stabilized` to the adapter's."
         )
-    model.load_weights(list(saved.items()), strict=False)
+    model.load_weights([(name, value.astype(mx.float32)) for name, value in saved.items()], strict=False)
     mx.eval(model.trainable_parameters())
 
 

@@ -15,7 +15,7 @@ from mlxrl.policy.checkpointing import checkpoint_blocks
 from mlxrl.policy.column_major import lay_out_by_columns
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import split_head
-from mlxrl.policy.lora import LoRAConfig, PolicyReport, attach_lora, describe
+from mlxrl.policy.lora import LoRAConfig, PolicyReport, attach_lora, describe, refuse_unscorable
 from mlxrl.policy.rows import flatten_quantized_rows
 
 _registered: dict[str, Path] = {}
@@ -40,7 +40,7 @@ def load_policy_with_lora(
         The model (in evaluation mode, only `lora_a` and `lora_b` trainable), its tokenizer, and a report.
 
     Raises:
-        ModelError: the model cannot be found or read, or the adapter does not fit it.
+        ModelError: the model cannot be found or read, cannot be scored or trained, or the adapter does not fit it.
     """
     config = config or LoRAConfig()
     folder = find_model(model_id)
@@ -49,6 +49,7 @@ def load_policy_with_lora(
         model, tokenizer, *_ = mlx_lm.load(str(folder))
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise ModelError(f"model_id {str(model_id)!r} was found but cannot be loaded: {error}") from error
+    refuse_unscorable(model)
     if mx.default_device().type == mx.cpu:
         model.set_dtype(mx.float32)
         lay_out_by_columns(model)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,11 @@ UNTRAINABLE = {
     "deepseek_v41": "its router and its index pick entries by numbers that carry a gradient, and MLX has none for them",
 }
 
+# Architectures whose scores are wrong in mlx-lm, so that no policy can be made of them.
+UNSCORABLE = {
+    "phi3small": "it adds a boolean mask to its attention scores, so that a token sees those behind it, padding too",
+}
+
 
 @dataclass(frozen=True)
 class LoRAConfig:
@@ -39,10 +45,10 @@ class LoRAConfig:
         targets: the linear layers to adapt, experts included, as `mlxrl.policy.targets.is_target` reads them; by
             default every one of every block.
         last_layers: adapt so many of the last blocks; None takes all.
-        seed: seed of the initial `lora_a` (`lora_b` starts at 0, so that the policy starts as the base).
+        seed: seed of the initial `lora_a` (`lora_b` starts at 0, so that the policy starts as the base), at least 0.
 
     Raises:
-        ModelError: a value is out of its range.
+        ModelError: a value is of another type or out of its range.
     """
 
     rank: int = 16
@@ -51,7 +57,7 @@ class LoRAConfig:
     grad_checkpoint: bool = False
     rank_stabilized: bool = False
     use_dora: bool = False
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] | list[str] = ()
     last_layers: int | None = None
     seed: int = 0
 
@@ -64,14 +70,21 @@ class LoRAConfig:
         return self.scale * math.sqrt(self.rank) if self.rank_stabilized else self.scale
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ModelError(f"LoRA rank must be at least 1, got {self.rank}.")
-        if not 0 < self.scale < math.inf:
-            raise ModelError(f"LoRA scale must be a finite number above 0, got {self.scale}.")
-        if not 0 <= self.dropout < 1:
-            raise ModelError(f"LoRA dropout must be in [0, 1), got {self.dropout}.")
-        if self.last_layers is not None and self.last_layers < 1:
-            raise ModelError(f"LoRA last_layers must be at least 1, got {self.last_layers}.")
+        _check_whole("rank", self.rank, at_least=1)
+        if not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
+            raise ModelError(f"LoRA scale must be a finite number above 0, got {self.scale!r}.")
+        if not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
+            raise ModelError(f"LoRA dropout must be in [0, 1), got {self.dropout!r}.")
+        if self.last_layers is not None:
+            _check_whole("last_layers", self.last_layers, at_least=1)
+        _check_whole("seed", self.seed, at_least=0)
+        if not isinstance(self.targets, (list, tuple)) or not all(isinstance(name, str) for name in self.targets):
+            raise ModelError(f"LoRA targets must be a list of names such as ['q_proj'], got {self.targets!r}.")
+
+
+def _check_whole(name: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < at_least:
+        raise ModelError(f"LoRA {name} must be a whole number of at least {at_least}, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     """
     if any(adapters_of(model)):
         raise ModelError("the model already carries LoRA layers; load it again before attaching new ones.")
-    architecture = type(model).__module__.rpartition(".")[2]
+    architecture = architecture_of(model)
     if architecture in UNTRAINABLE:
         raise ModelError(
             f"mlx-lm cannot train the architecture {architecture}: {UNTRAINABLE[architecture]}; choose another model."
@@ -143,6 +156,20 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     if differ := [name for name in sorted(base | reference) if base.get(name) is not reference.get(name)]:
         raise ModelError(f"without its adapters the model is not its base: {differ[0]} differs; adapt other layers.")
     return keys
+
+
+def refuse_unscorable(model: nn.Module) -> None:
+    """Raise ModelError where mlx-lm's implementation of the architecture gives wrong scores."""
+    architecture = architecture_of(model)
+    if architecture in UNSCORABLE:
+        raise ModelError(
+            f"mlx-lm scores the architecture {architecture} wrongly: {UNSCORABLE[architecture]}; choose another model."
+        )
+
+
+def architecture_of(model: nn.Module) -> str:
+    """Name of the module of `mlx_lm.models` that defines the model."""
+    return type(model).__module__.rpartition(".")[2]
 
 
 def describe(
@@ -200,13 +227,30 @@ def adapter_replaced(model: nn.Module, parameters: Mapping[str, mx.array]) -> It
     Args:
         model: the policy.
         parameters: the other adapter, as `adapter_parameters` gave it.
+
+    Raises:
+        ModelError: the model has no adapter, as within `adapters_disabled`, or `parameters` have other names or shapes
+            than it has. The policy is then as it was.
     """
-    own = model.trainable_parameters()
-    model.update(tree_unflatten(list(parameters.items())))
+    own: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
+    if not own:
+        raise ModelError("the model has no adapter to replace; leave adapters_disabled first, or attach one.")
+    if unknown := sorted(parameters.keys() ^ own.keys()):
+        raise ModelError(
+            f"the adapter in parameters fits another policy: {len(unknown)} tensors are on one side only, the first is "
+            f"{unknown[0]}; give all that adapter_parameters gave."
+        )
+    for name, value in parameters.items():
+        if value.shape != own[name].shape:
+            raise ModelError(
+                f"the adapter in parameters fits another policy: {name} has shape {value.shape}, the policy has "
+                f"{own[name].shape}."
+            )
     try:
+        model.update(tree_unflatten(list(parameters.items())))
         yield
     finally:
-        model.update(own)
+        model.update(tree_unflatten(list(own.items())))
 
 
 @contextmanager

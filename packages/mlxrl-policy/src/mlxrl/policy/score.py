@@ -1,5 +1,6 @@
 """What the policy says of given tokens: log-probabilities, entropies, and whether they are its first choice."""
 
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -63,21 +64,29 @@ def score(
         Scores of shape `[B, T]`, float32.
 
     Raises:
-        ValueError: shapes differ, column 0 is masked in, a token is not in the vocabulary, a temperature is not above 0
-            and finite, or chunk_size is below 1.
+        ValueError: rows differ in length, shapes differ, token_ids are no whole numbers or not in the vocabulary,
+            column 0 is masked in, a temperature is not above 0 and finite, or chunk_size is no whole number from 1 on.
     """
-    token_ids_B_T, mask_B_T = np.asarray(token_ids), np.asarray(mask) != 0
+    token_ids_B_T, mask_B_T = _array("token_ids", token_ids), _array("mask", mask) != 0
     if token_ids_B_T.ndim != 2 or mask_B_T.shape != token_ids_B_T.shape:
         raise ValueError(
             f"token_ids and mask must have one shape [B, T], got {token_ids_B_T.shape} and {mask_B_T.shape}."
         )
+    if token_ids_B_T.size and token_ids_B_T.dtype.kind not in "iu":
+        raise ValueError(f"token_ids must be whole numbers, got {token_ids_B_T.dtype}; cast them to an integer type.")
     if mask_B_T[:, :1].any():
         raise ValueError("mask must be 0 in column 0: the first token has no context to be predicted from.")
-    temperature_B_T = np.broadcast_to(np.asarray(temperature, dtype=np.float32), token_ids_B_T.shape)
+    temperatures = _array("temperature", temperature, np.float32)
+    try:
+        temperature_B_T = np.broadcast_to(temperatures, token_ids_B_T.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"temperature must be a number or of token_ids' shape {token_ids_B_T.shape}, got {temperatures.shape}."
+        ) from error
     if not ((temperature_B_T[mask_B_T] > 0) & (temperature_B_T[mask_B_T] < np.inf)).all():
         raise ValueError(f"temperature must be above 0 and finite to score tokens, got {temperature}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; None chooses one.")
+    if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be a whole number of at least 1, got {chunk_size!r}; None chooses one.")
 
     rows_M, columns_M = np.nonzero(mask_B_T)
     if rows_M.size == 0:
@@ -114,6 +123,13 @@ def score(
     places[rows_M, columns_M] = np.arange(rows_M.size)
     places_B_T, zero = mx.array(places), mx.zeros(1)
     return Scores(*(mx.concatenate([values, zero])[places_B_T] for values in results))
+
+
+def _array(name: str, values: npt.ArrayLike, dtype: Any = None) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be numbers, its rows padded to one length; numpy says: {error}") from error
 
 
 def _identity(logits: mx.array) -> mx.array:

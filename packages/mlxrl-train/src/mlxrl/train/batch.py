@@ -79,6 +79,7 @@ def make_batch(
     reference_adapter: Mapping[str, mx.array] | None = None,
     old: bool = False,
     full_score: bool = False,
+    echo: bool = True,
     mask_truncated_rows: bool = False,
     pad_token_id: int = 0,
     max_tokens: int | None = None,
@@ -100,6 +101,8 @@ def make_batch(
         reference_adapter: adapter of the reference, as `adapter_parameters` gave it; None is the base model.
         old: score the tokens under the current policy now, for a batch that will be used more than once.
         full_score: see `TrainBatch`.
+        echo: whether the batch's updates have a world-model term; without one, the rows that it alone moves are not
+            scored.
         mask_truncated_rows: keep truncated trajectories in the baseline but out of the loss.
         pad_token_id: id that fills rows.
         max_tokens: padded tokens of one forward pass.
@@ -111,8 +114,9 @@ def make_batch(
     segments = tuple(trajectory.segments for trajectory in trajectories)
     view = trajectory_view(trajectories, rewards, reward_weights, mask_truncated_rows=mask_truncated_rows)
 
-    weights, echo = _weights(algorithm, view), echo_weights(view.echo_mask, view.counted)
-    counted = (weights != 0) | (echo != 0)
+    weights, world_model = _weights(algorithm, view), echo_weights(view.echo_mask, view.counted)
+    echoed = (world_model != 0) if echo else mx.zeros(weights.shape, dtype=mx.bool_)
+    counted = (weights != 0) | echoed
     forwards = {"old": 0, "reference": 0}
 
     def logprobs(kind: str, tokens: mx.array) -> mx.array:
@@ -129,14 +133,14 @@ def make_batch(
         view = replace(view, old_logprobs=logprobs("old", counted))
     advantages = algorithm.advantages(view)
     if old and view.old_logprobs is None:
-        moving = counted if reference or full_score else (weights != 0) & (advantages != 0) | (echo != 0)
+        moving = counted if reference or full_score else (weights != 0) & (advantages != 0) | echoed
         view = replace(view, old_logprobs=logprobs("old", moving))
     return TrainBatch(
         segments=segments,
         view=view,
         advantages=advantages,
         weights=weights,
-        echo_weights=echo,
+        echo_weights=world_model,
         temperature=temperature,
         full_score=full_score,
         forwards=forwards,

@@ -135,14 +135,16 @@ class EvalConfig(Section):
     ended the episode with a positive last reward; tasks without a reward are left out."""
     every: NonNegative = 0
     """Evaluate every so many steps as well; 0 only before and after."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Sampling temperature of evaluations; 0 is greedy."""
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Sampling temperature of evaluations, from 0.01 on; 0 is greedy."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         for name in ("every", "temperature"):
             if getattr(self, name) and not self.tasks:
                 raise ValueError(f"{name} = {getattr(self, name)} has no effect without tasks; set tasks above 0")
+        if 0 < self.temperature < 0.01:
+            raise ValueError(f"temperature = {self.temperature} must be 0, or at least 0.01")
         return self
 
 

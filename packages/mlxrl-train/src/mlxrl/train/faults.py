@@ -10,7 +10,7 @@ from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import DynamicSamplingError, RewardError, RunError
 from mlxrl.train.metrics import Metrics
 from mlxrl.train.rewards import RewardFault, RewardLog
-from mlxrl.train.run_folder import RunState
+from mlxrl.train.run_folder import RunFolder, RunState
 from mlxrl.train.step import Step
 
 # Consecutive steps with numbers that are not finite, after which a run stops: the policy is beyond repair by then.
@@ -38,12 +38,15 @@ def count_faults(state: RunState, step: Step) -> None:
         state.failing_rewards = {name: state.failing_rewards.get(name, 0) + 1 for name in sorted(failing)}
 
 
-def ending_fault(state: RunState, step: Step, config: TrainConfig) -> RunError | None:
+def ending_fault(state: RunState, step: Step, config: TrainConfig, folder: RunFolder) -> RunError | None:
     """The error that ends the run, where too many steps in a row came to nothing."""
     if state.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
+        # the update of the last finite step may be what broke the policy; those before it led to a finite step
+        sound = folder.saved_before(state.step - state.nonfinite_in_a_row)
+        start = "" if sound is None else f", from adapter = '{sound}', the last checkpoint known to be sound"
         return RunError(
             f"the policy or its gradient was not finite in {state.nonfinite_in_a_row} steps in a row; start a new run "
-            "with a lower optimizer.learning_rate."
+            f"with a lower optimizer.learning_rate{start}."
         )
     for name, steps in state.failing_rewards.items():
         if steps >= MAX_FAILING_STEPS:

@@ -70,7 +70,7 @@ def train(
 
     Args:
         config: the run.
-        resume: go on from the newest checkpoint of `config.output`.
+        resume: go on from the newest checkpoint of `config.output`: bit for bit, while the config is as it was.
         force: replace a run that is there.
         observer: is told what happens.
         available_bytes: memory that rollout.weights = "auto" may count on, and at whose end a run is warned; by default
@@ -86,6 +86,21 @@ def train(
     observer = observer or Observer()
     config = located_config(config, resume=resume)  # an environment may change the working directory
     folder = open_run(config, resume=resume, force=force)
+    try:
+        return _train(config, folder, resume, observer, available_bytes, curriculum)
+    finally:
+        folder.release()
+
+
+def _train(
+    config: TrainConfig,
+    folder: RunFolder,
+    resume: bool,
+    observer: Observer,
+    available_bytes: int | None,
+    curriculum: Curriculum | None,
+) -> TrainResult:
+    """`train` in a folder that can be used; arguments as there."""
     adapter = folder.started_from(config) if resume else None
     session = open_session(config, adapter=adapter, curriculum=curriculum)
     if resume:
@@ -110,6 +125,7 @@ def train(
     plan = plan_to_watch(config, max_turns=session.curriculum.max_turns, available_bytes=available_bytes)
 
     metrics: list[Metrics] = []
+    due = False  # whether a checkpoint is
     evaluations: list[tuple[int, Evaluation]] = []
 
     def evaluate_if_due() -> None:
@@ -135,13 +151,15 @@ def train(
         for event in warnings:
             observer.on_warning(event["reason"])
         observer.on_step(step.metrics, step.groups.sampled)
-        fault = ending_fault(state, step, config)
+        fault = ending_fault(state, step, config, folder)
         sound = isinstance(fault, DynamicSamplingError | RewardError)  # the policy that such a fault leaves behind
         last = state.step == config.steps or sound
         if last and folder.batch_file is not None and step.batch is not None:
             save_batch(folder.batch_file, step.batch)
-        if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
+        due = due or (config.checkpoint.every > 0 and state.step % config.checkpoint.every == 0)
+        if last or (due and not state.nonfinite_in_a_row):  # one of a broken policy waits for a finite step
             folder.save(state, config, session.model, session.optimizer, session.report, session.lora)
+            due = False
         if fault is not None:
             raise fault
         evaluate_if_due()
@@ -157,7 +175,9 @@ def resume(
 
     Args:
         folder: the run folder.
-        overrides: fields that may change on the way, for example {"steps": 200}, by their dotted names.
+        overrides: fields that may change on the way, for example {"steps": 200}, by their dotted names. With the
+            config as it was, the run goes on bit for bit; fields that bound memory, such as gradient_checkpointing,
+            leave its numbers the same within rounding.
         observer: is told what happens.
 
     Raises:

@@ -1,12 +1,14 @@
 """A run on disk: its config, what happened in every step, and checkpoints to go on from."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,8 +28,18 @@ CHOICE = "rollout_weights"
 # Fields that may change between a run and its continuation, for they change nothing of what the steps compute; `steps`
 # is one of them as long as the learning rate does not fall towards the last step.
 FREE_ON_RESUME = {"output", "code_folder", "eval", "checkpoint", "logging"}
-FREE_ROLLOUT_FIELDS = {"rollout.width", "rollout.kv_budget_gb", "rollout.env_timeout"}
-"""How much room rollouts have and how long they wait: a run that was killed for memory may go on narrower."""
+FREE_FOR_MEMORY = {
+    "gradient_checkpointing",
+    "micro_batch_size",
+    "update.max_tokens_per_micro_batch",
+    "rollout_mode",
+    "rollout.width",
+    "rollout.kv_budget_gb",
+    "rollout.env_timeout",
+    "iogpu_wired_limit_mb",
+}
+"""How much room rollouts and updates have, and how long rollouts wait: a run that was killed for memory may go on with
+less. Its numbers are then those of the same steps within rounding, and with dropout those of other draws."""
 
 
 @dataclass
@@ -74,6 +86,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.adapters = path / "adapters"
         self.initial_adapter = path / "initial_adapter"
+        self._lock: IO[str] | None = None
 
     @property
     def logs(self) -> tuple[Path, ...]:
@@ -84,7 +97,11 @@ class RunFolder:
         """Make the folder, without anything of an earlier run, and write the config; other files stay.
 
         An adapter that the run continues from is copied into it, for its own folder may change.
+
+        Raises:
+            RunFolderError: another process writes to the folder.
         """
+        self._claim()
         for file in (self.config, *self.logs):
             file.unlink(missing_ok=True)
         remove(self.adapters)
@@ -131,7 +148,10 @@ class RunFolder:
         report: PolicyReport,
         lora: LoRAConfig,
     ) -> None:
-        """Write a whole checkpoint, point `adapters` at it, and drop the oldest beyond `checkpoint.keep`."""
+        """Write a whole checkpoint, point `adapters` at it, and drop the oldest beyond `checkpoint.keep`.
+
+        While steps are not finite none is dropped: the policy may be broken, and those before it are what is left.
+        """
 
         def fill(folder: Path) -> None:
             save_adapter(model, folder, lora, report.target_keys)
@@ -143,11 +163,16 @@ class RunFolder:
             }
             (folder / STATE).write_text(json.dumps(contents, indent=2) + "\n")
 
-        folder = self.checkpoints / _name(state)
+        folder = self.checkpoints / _name(state.step)
         write_folder(folder, fill)
         point_link(self.adapters, folder)
-        for old in self._saved()[: -config.checkpoint.keep]:
-            shutil.rmtree(old)
+        if not state.nonfinite_in_a_row:
+            for old in self._saved()[: -config.checkpoint.keep]:
+                shutil.rmtree(old)
+
+    def saved_before(self, step: int) -> Path | None:
+        """The newest checkpoint of fewer steps, if there is one."""
+        return max((folder for folder in self._saved() if folder.name < _name(step)), default=None)
 
     def restore(self, config: TrainConfig, model: nn.Module, optimizer: optim.Optimizer) -> RunState:
         """Load the newest checkpoint into model and optimizer and forget what was logged after it.
@@ -155,8 +180,10 @@ class RunFolder:
         A run that has no checkpoint yet starts over; of its past stands what was measured at its start.
 
         Raises:
-            RunFolderError: the checkpoint cannot be read, is damaged, or belongs to another config.
+            RunFolderError: the checkpoint cannot be read, is damaged, or belongs to another config; or another process
+                writes to the folder.
         """
+        self._claim()
         saved = self._saved()
         if saved:
             state = self._load(saved[-1], config, model, optimizer)
@@ -183,7 +210,7 @@ class RunFolder:
         try:
             contents = json.loads((folder / STATE).read_text())
             state, digests = RunState(**contents["state"]), dict(contents["sha256"])
-            if _name(state) != folder.name:
+            if _name(state.step) != folder.name:
                 raise ValueError(f"{STATE} says step {state.step}")
             _check_digests(folder, digests)
             self._check_config(folder, dict(contents["config"]), config, state.data)
@@ -199,6 +226,27 @@ class RunFolder:
         optimizer.state = tree_unflatten(list(arrays.items()))  # pyright: ignore  (a .safetensors file is a dict)
         mx.eval(optimizer.state)  # before the files may change
         return state
+
+    def _claim(self) -> None:
+        """Keep other processes from running in the folder, until `release`.
+
+        The system gives the lock back when the process ends, however it ends, and no process that it began inherits it.
+        A file system without locks keeps nobody out.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise RunFolderError(
+                    f"another process runs in {self.path}; wait until it ends or stop it, or choose another output."
+                ) from error
+
+    def release(self) -> None:
+        """Let other processes run in the folder again, where `start` or `restore` kept them from it."""
+        if self._lock is not None:
+            self._lock.close()
 
     def _saved(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step-*"))
@@ -219,7 +267,7 @@ class RunFolder:
                 )
             then[name] = now[name]  # the same tasks, wherever they lie
         for name in sorted(then.keys() | now.keys()):
-            is_free = name.partition(".")[0] in free or name in FREE_ROLLOUT_FIELDS
+            is_free = name.partition(".")[0] in free or name in FREE_FOR_MEMORY
             if not is_free and then.get(name) != now.get(name):
                 raise RunFolderError(
                     f"{where} was made with {name} = {then.get(name)!r}, the config has {now.get(name)!r}; "
@@ -227,8 +275,8 @@ class RunFolder:
                 )
 
 
-def _name(state: RunState) -> str:
-    return f"step-{state.step:06d}"
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _is_choice(row: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from numbers import Integral
 from typing import Any, cast
 
 import mlx.core as mx
@@ -44,7 +45,12 @@ def cut_micro_batches(
 
     Returns:
         Lists of indices; each index of `rows` once.
+
+    Raises:
+        ValueError: a limit is no whole number from 1 on.
     """
+    check_limit("max_tokens", max_tokens)
+    check_limit("max_rows", max_rows)
     read = {row: _read(trajectories[row]) for row in rows if trajectories[row]}
 
     def width(row: int) -> int:
@@ -86,6 +92,12 @@ def cut_micro_batches(
                 continue
         by_prompt += filled(group)
     return min(by_length, by_prompt, key=lambda cuts: sum(map(tokens, cuts)))
+
+
+def check_limit(name: str, value: int | None) -> None:
+    """Raise ValueError where a limit of a micro-batch is neither None nor a whole number from 1 on."""
+    if value is not None and (not isinstance(value, Integral) or value < 1):
+        raise ValueError(f"{name} must be a whole number of at least 1, or None for no limit, got {value!r}.")
 
 
 def _read(segments: Segments) -> list[npt.NDArray[np.integer[Any]]]:

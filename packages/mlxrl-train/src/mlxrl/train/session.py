@@ -72,7 +72,7 @@ def open_session(config: TrainConfig, *, adapter: Path | None = None, curriculum
     if adapter is None and config.adapter is not None:
         adapter = Path(config.adapter)
     if adapter is not None and not Path(adapter, "adapter_config.json").is_file():
-        raise ConfigError(f"adapter = {config.adapter!r} holds no adapter_config.json; name the folder of an adapter.")
+        raise ConfigError(f"adapter = {str(adapter)!r} holds no adapter_config.json; name the folder of an adapter.")
     lora = LoRAConfig(
         rank=config.rank,
         scale=config.scale,

@@ -85,6 +85,7 @@ def _make_batch(session: Session, trajectories: list[Trajectory], step: int) -> 
         reference_adapter=session.reference_adapter,
         old=_num_updates(config) > 1,
         full_score=every > 0 and step % every == 0,
+        echo=session.echo(step) > 0,
         mask_truncated_rows=config.algorithm.mask_truncated,
         max_rows=config.micro_batch_size,
         **_limits(session),

@@ -7,14 +7,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlxrl.algo import Algorithm, Correction, KLEstimator, kl_penalty
 from mlxrl.policy import checkpoint_blocks, dropout_active, shares_prefixes
 from mlxrl.rollout import Role
 from mlxrl.train.batch import TrainBatch
 from mlxrl.train.metrics import Metrics
-from mlxrl.train.scoring import cut_micro_batches, rows_with, score_micro_batch
+from mlxrl.train.scoring import check_limit, cut_micro_batches, rows_with, score_micro_batch
+
+LARGEST_NORM = 2.0**64
+"""Of a gradient: float32 does not hold the square of a larger one."""
 
 
 class Objective(NamedTuple):
@@ -77,7 +80,8 @@ def optimizer_step(
         use_checkpoint: recompute activations in the backward pass or not; None leaves the model as it is.
         micro_batch_size: most rows of a forward and backward pass.
         max_tokens: most padded tokens of a forward and backward pass; those that rows share count once.
-        max_grad_norm: clip the gradient to this global norm.
+        max_grad_norm: clip the gradient to this global norm; None and 0 do not clip, and then a gradient whose norm is
+            beyond float32 counts as not finite, for an optimizer squares it.
         kl_estimator: estimator of the KL; None is the algorithm's own.
         echo_alpha: weight of the world-model term.
         correction: multiplies the policy loss where the sampler is not the policy; None corrects nothing.
@@ -88,7 +92,14 @@ def optimizer_step(
         the model), skipped, nonfinite, and with echo_alpha loss_echo and echo_accuracy (share of the ECHO tokens
         that were the likeliest); ratio, clip_ratio, entropy and sampling_logp_difference are over the ACTION tokens of
         the scored rows, NaN where there are none.
+
+    Raises:
+        ValueError: an argument is out of its range, the batch has no reference log-probs though beta is not 0, or the
+            model has nothing to train, as within `adapters_disabled`.
     """
+    check_limit("micro_batch_size", micro_batch_size)
+    if max_grad_norm is not None and not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm must be a number of at least 0, got {max_grad_norm}; 0 does not clip.")
     if use_checkpoint is not None:
         checkpoint_blocks(model, enabled=use_checkpoint)
     objective = Objective(algorithm, beta, kl_estimator, echo_alpha, correction)
@@ -98,8 +109,7 @@ def optimizer_step(
     metrics |= {"grad_norm": 0.0, "skipped": 1.0, "nonfinite": 0.0}
     if gradient is None:
         return metrics
-    gradient, norm = optim.clip_grad_norm(gradient, math.inf if max_grad_norm is None else max_grad_norm)
-    metrics["grad_norm"] = float(norm)
+    gradient, metrics["grad_norm"] = _clipped(gradient, max_grad_norm or math.inf)
     if not math.isfinite(metrics["grad_norm"]):
         metrics["nonfinite"] = 1.0
         return metrics
@@ -107,6 +117,21 @@ def optimizer_step(
     mx.eval(model.trainable_parameters(), optimizer.state)  # the step is taken
     metrics["skipped"] = 0.0
     return metrics
+
+
+def _clipped(gradient: Any, most: float) -> tuple[Any, float]:
+    """A gradient clipped to a global norm, and the norm that it had."""
+    clipped, norm = optim.clip_grad_norm(gradient, most)
+    if not mx.isinf(norm) or most >= LARGEST_NORM:
+        return clipped, float(norm)
+    leaves: Any = tree_flatten(gradient)
+    largest = [float(mx.abs(values).max()) for _, values in leaves]
+    if not all(map(math.isfinite, largest)):
+        return clipped, float(norm)
+    unit = max(largest)  # in units of which squares do not overflow
+    scaled = tree_map(lambda values: values / unit, gradient)
+    length = float(optim.clip_grad_norm(scaled, math.inf)[1])
+    return tree_map(lambda values: values * (most / length), scaled), unit * length
 
 
 def skipped_step() -> Metrics:
@@ -162,7 +187,16 @@ def batch_gradient(
     Returns:
         The gradient as a tree like `model.trainable_parameters()`, or None where no row can move the policy, and the
         metrics of `optimizer_step` less the step's own.
+
+    Raises:
+        ValueError: as `optimizer_step`.
     """
+    for name, value in (("beta", objective.beta), ("echo_alpha", objective.echo_alpha)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
+    parameters = model.trainable_parameters()
+    if not tree_flatten(parameters):
+        raise ValueError("model has nothing to train; attach an adapter, and take steps outside adapters_disabled.")
     if objective.beta and batch.view.reference_logprobs is None:
         raise ValueError(
             f"beta = {objective.beta} needs reference log-probs; make the batch with compute_reference=True."
@@ -174,7 +208,6 @@ def batch_gradient(
         share = shares_prefixes(model)
         return cut_micro_batches(batch.segments, rows, max_tokens=max_tokens, max_rows=max_rows, share=share)
 
-    parameters = model.trainable_parameters()
     gradient, loss = None, 0.0
     sums: list[_Sums[float]] = []
     with dropout_active(model):
