@@ -79,6 +79,7 @@ COUNTS = {
     "max_turns": 8,
     "max_observation_len": 500,
     "max_context": 3000,
+    "eval_tasks": 300,
     "rollout_width": 300,
     "kv_budget_bytes": 2**32,
     "micro_batch_size": 300,

@@ -205,3 +205,17 @@ def test_the_readme_runs(capsys):
     for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
         exec(code, {})
     assert "gradient_checkpointing: False -> True" in capsys.readouterr().out
+
+
+def test_values_that_are_refused_are_left_out_and_the_next_knob_is_turned():
+    def refusal(field, value):
+        return f"{value} rows are too few" if field == "group_size" and value < 8 else None
+
+    least = smallest_of(RUN)
+    free = fit(MODEL, RUN, estimate(MODEL, least).peak)
+    bound = fit(MODEL, replace(RUN, group_size=16), estimate(MODEL, replace(least, group_size=8)).peak, refusal)
+    assert (free.run and free.run.group_size, bound.run and bound.run.group_size) == (2, 8)
+    assert "max_completion_len" in [p.field for p in bound.proposals]
+    # where nothing fits, what stays is named with the reason
+    assert fit(MODEL, RUN, 1, refusal).reason.endswith("group_size stays, for 4 rows are too few.")
+    assert "stays" not in fit(MODEL, RUN, 1).reason

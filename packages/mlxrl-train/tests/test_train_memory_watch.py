@@ -29,20 +29,20 @@ def plan(budget):
 
 
 def peak(total, planned):
-    """The metrics of a step that takes so much, what MLX does not count included."""
-    return {"peak_memory_gb": (total - planned.estimate.runtime) / GB}
+    """MLX's peak in bytes of what takes so much, that which MLX does not count included."""
+    return int(total - planned.estimate.runtime)
 
 
 def test_a_step_near_the_limit_is_told_once():
     limit = plan(GB).estimate.peak  # a run that just fits
     planned, state = plan(limit), RunState(step=7)
-    assert watch_memory(state, peak(0.89 * limit, planned), planned) == []
-    (event,) = watch_memory(state, peak(0.91 * limit, planned), planned)
+    assert watch_memory(state, "step 7", peak(0.89 * limit, planned), planned) == []
+    (event,) = watch_memory(state, "step 7", peak(0.91 * limit, planned), planned)
     assert (event["step"], event["event"], event["limit"], event["planned"]) == (7, "memory", limit, limit)
     assert event["peak"] == pytest.approx(0.91 * limit, abs=2)
-    assert f"took {human_bytes(event['peak'])} of the {human_bytes(limit)}" in event["reason"]
+    assert f"step 7 took {human_bytes(event['peak'])} of the {human_bytes(limit)}" in event["reason"]
     assert state.memory_warned
-    assert watch_memory(state, peak(0.99 * limit, planned), planned) == []
+    assert watch_memory(state, "step 7", peak(0.99 * limit, planned), planned) == []
 
 
 def test_a_step_beyond_the_plan_is_told_where_it_takes_half_of_the_memory():
@@ -50,7 +50,7 @@ def test_a_step_beyond_the_plan_is_told_where_it_takes_half_of_the_memory():
     # 1.1 and 1.2 times what was planned, of half and of a third of the memory
     for times, budget, told in ((1.1, 2, False), (1.2, 2, True), (1.2, 3, False)):
         planned = plan(budget * needed)
-        events = watch_memory(RunState(step=1), peak(times * needed, planned), planned)
+        events = watch_memory(RunState(step=1), "step 1", peak(times * needed, planned), planned)
         assert bool(events) == told
         if told:
             assert f"and {human_bytes(needed)} were planned" in events[0]["reason"]
@@ -59,7 +59,18 @@ def test_a_step_beyond_the_plan_is_told_where_it_takes_half_of_the_memory():
 def test_a_model_without_a_plan_is_not_watched():
     config = make_config({"model_id": "no-model"})
     assert plan_to_watch(config, max_turns=1, available_bytes=GB) is None
-    assert watch_memory(RunState(step=1), {"peak_memory_gb": 1000.0}, None) == []
+    assert watch_memory(RunState(step=1), "step 1", 1000 * GB, None) == []
+
+
+def test_an_evaluation_is_watched_as_steps_are(values):
+    data = {**values()["data"], "eval_fraction": 0.5}
+    config = make_config(values(data=data, steps=1, eval={"tasks": 4}))
+    few = plan_to_watch(config, max_turns=1, available_bytes=GB)
+    assert few is not None
+    hearing = Hearing()
+    train(config, observer=hearing, available_bytes=few.estimate.runtime)
+    assert len(hearing.warnings) == 1
+    assert hearing.warnings[0].startswith("the evaluation at step 0 took ")
 
 
 def test_a_run_with_little_memory_is_warned_and_goes_on(values):

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.utils import load_model, quantize_model
 
 from mlxrl.memory import ModelShape
-from mlxrl.policy import LoRAConfig, MergedPolicy, load_policy_with_lora
+from mlxrl.policy import LoRAConfig, MergedPolicy, ModelError, load_policy_with_lora
 from mlxrl.policy.lora import attach_lora
 from mlxrl.policy.testing import make_tiny_model
 from mlxrl.train import ConfigError, fitted_overrides, load_config, make_config, make_plan, memory_backend
@@ -68,13 +68,16 @@ PEAKS = {
     "gradient_checkpointing": (True, "falls"),
     "rollout.max_context": (600, "falls"),
     "rollout.weights": ("merged", "rises"),
+    "eval.tasks": (64, "rises"),
 }
 
 
 @pytest.mark.parametrize("field", PEAKS)
 def test_the_plan_reads_each_field_that_takes_memory(field):
     value, way = PEAKS[field]
-    base = {"model_id": "mlx-community/Qwen3-0.6B-4bit"}
+    base: dict[str, Any] = {"model_id": "mlx-community/Qwen3-0.6B-4bit"}
+    if field == "eval.tasks":  # which are decoded as a step's rows are: these are few and short
+        base |= {"group_size": 2, "groups_per_step": 1, "rollout.kv_budget_gb": 100.0}
     before, after = (
         make_plan(load_config(None, base | change), available_bytes=GB).estimate.peak for change in ({}, {field: value})
     )
@@ -87,6 +90,9 @@ ADAPTERS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"targets": ("q_proj", "layers.1.mlp")}),
     ("qwen3_moe", {"targets": ("switch_mlp",), "last_layers": 1}),
     ("qwen3_5", {"targets": ("linear_attn.*_proj", "self_attn"), "use_dora": True}),
+    ("qwen3_5", {"targets": ("language_model.model.layers.3",)}),
+    ("qwen3_5", {"targets": ("layers.3",)}),
+    ("gemma3_text", {"targets": ("model.layers.1",)}),
 ]
 
 
@@ -200,3 +206,100 @@ def test_a_model_that_cannot_be_planned_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with pytest.raises(ConfigError, match=f"model_id = '{tmp_path}': "):
         make_plan(make_config({"model_id": str(tmp_path)}))
+
+
+def test_a_folder_that_is_named_like_a_known_model_is_planned_as_what_it_is(tiny, tmp_path, monkeypatch):
+    (tmp_path / "x" / "Qwen3-0.6B").mkdir(parents=True)
+    (tmp_path / "x" / "Qwen3-0.6B" / "config.json").write_text((tiny / "config.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    expected = make_plan(make_config({"model_id": str(tiny)}), available_bytes=GB).model
+    for name in (str(tmp_path / "x" / "Qwen3-0.6B"), "x/Qwen3-0.6B", "./x/Qwen3-0.6B"):
+        assert make_plan(make_config({"model_id": name}), available_bytes=GB).model == expected
+
+
+@pytest.mark.parametrize("name", ["/no/Qwen3-0.6B", "./Qwen3-0.6B", "../Qwen3-0.6B", "~/no/Qwen3-0.6B"])
+def test_a_path_that_is_no_folder_is_named_whatever_its_end(name):
+    with pytest.raises(ConfigError, match=f"model_id '{name}' is no folder"):
+        make_plan(make_config({"model_id": name}), available_bytes=GB)
+
+
+ODD = ["3", '["model_type"]', '{"model_type": "qwen3", "text_config": "x"}']
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_config_that_is_none_is_an_error_with_the_model(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"model_id = '{tmp_path}': "):
+        make_plan(make_config({"model_id": str(tmp_path)}), available_bytes=GB)
+
+
+@pytest.mark.parametrize("length", ["1024", 4096.0, 0])
+def test_a_context_that_is_no_whole_number_is_named(tiny, tmp_path, length):
+    fields = json.loads((tiny / "config.json").read_text()) | {"max_position_embeddings": length}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=f"'max_position_embeddings' must be a whole number.* got {length!r}"):
+        make_plan(make_config({"model_id": str(tmp_path)}), available_bytes=GB)
+
+
+def test_an_evaluation_is_planned_as_wide_as_it_is_played():
+    base = {"model_id": "mlx-community/Qwen3-0.6B-4bit", "group_size": 2, "groups_per_step": 2}
+
+    def width(tasks, **changes):
+        config = make_config(base | {"eval": {"tasks": tasks}} | changes)
+        return make_plan(config, available_bytes=GB).run.width
+
+    assert [width(tasks) for tasks in (0, 3, 20, 1000)] == [4, 4, 20, 64]
+    assert width(20, rollout={"width": 8}) == 8
+    assert width(20, rollout_mode="sequential") == 1
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"targets": ("q_projj",)}),
+    ("qwen3", {"targets": ("q_proj", "layers.7.mlp")}),
+    ("qwen3", {"targets": ("layers.0",), "last_layers": 1}),
+    ("qwen3", {"last_layers": 99}),
+    ("qwen3_moe", {"targets": ("experts",)}),
+    ("qwen3_5", {"targets": ("model.layers.3.mlpp",)}),
+    ("gemma2", {"targets": ("language_model.model.layers.1",)}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "fields"), WRONG)
+def test_what_names_no_layer_is_refused_as_loading_refuses_it(tmp_path, architecture, fields):
+    folder = make_tiny_model(tmp_path / "model", architecture)
+    with pytest.raises(ConfigError) as planned:
+        make_plan(make_config({"model_id": str(folder), **fields}), available_bytes=GB)
+    with pytest.raises(ModelError) as loaded:
+        load_policy_with_lora(folder, LoRAConfig(**fields))
+    assert str(planned.value) == str(loaded.value)
+
+
+def test_targets_of_an_unknown_family_are_not_refused_and_count_as_all_layers(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", "cohere")
+    every, some = (
+        make_plan(make_config({"model_id": str(folder), "targets": targets}), available_bytes=GB).model
+        for targets in ((), ("its_own_name",))
+    )
+    assert some == every
+
+
+def planned_to_fit(fields, budget):
+    plan = make_plan(make_config(fields), available_bytes=budget)
+    assert not plan.fit.fits
+    return plan
+
+
+def test_what_a_config_refuses_is_never_proposed():
+    model = {"model_id": "mlx-community/Qwen3-0.6B-4bit", "max_completion_len": 4096}
+    few = {**model, "update": {"minibatches": 64}}
+    short = {**model, "algorithm": {"overlong_buffer": 1500}}
+    fitted = [fitted_overrides(planned_to_fit(fields, 6 * GB)) for fields in (model, few, short)]
+    # a step of 64 trajectories has 64 minibatches, so that answers are shorter instead; a buffer ends at 2048
+    assert [("group_size" in overrides) for overrides in fitted] == [True, False, True]
+    for fields, overrides in zip((few, short), fitted[1:], strict=True):
+        assert make_plan(load_config(None, fields | overrides), available_bytes=6 * GB).fit.fits
+    stays = planned_to_fit(few | short, GB).fit
+    assert stays.run is None
+    assert "group_size stays, for update.minibatches = 64 exceeds the 32 trajectories of a step" in stays.reason
+    assert ".." not in stays.reason
+    assert "max_completion_len stays, for algorithm.overlong_buffer = 1500 exceeds the 1024" in stays.reason

@@ -1,11 +1,11 @@
 """Blocks built from the fields of a config.json, as mlx-lm builds its modules."""
 
-from typing import Any, cast
-
+from mlxrl.memory.constants import KEPT_ACTIVATION, KEPT_HIDDEN
 from mlxrl.memory.families import Family
 from mlxrl.memory.fields import Fields
 from mlxrl.memory.layers import Block, GatedDelta, Linear
 
+MOST_BLOCKS = 10_000  # more are a mistake in the file, and would take long to count
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 
 
@@ -16,8 +16,8 @@ def read_blocks(fields: Fields, family: Family) -> tuple[Block, ...]:
 
 def _layer_types(fields: Fields) -> list[str]:
     """The mixer of every block: `layer_types`, else the interval of full attention, else full attention throughout."""
-    count = fields.number("num_hidden_layers")
-    listed = fields.get("layer_types")
+    count = fields.number("num_hidden_layers", most=MOST_BLOCKS)
+    listed = fields.listed("layer_types", str, "names")
     if listed is not None:
         unknown = [x for x in listed if x not in LAYER_TYPES]
         if unknown or len(listed) != count:
@@ -25,7 +25,7 @@ def _layer_types(fields: Fields) -> list[str]:
                 f"config.json field 'layer_types' must name num_hidden_layers = {count} layers out of {LAYER_TYPES},"
                 f" got {len(listed)} with {unknown[:1] or 'known names'}; other mixers are not counted yet."
             )
-        return cast("list[str]", list(listed))
+        return listed
     if fields.model_type.startswith("gemma3"):
         interval, other = fields.number("sliding_window_pattern", default=6), "sliding_attention"
     elif fields.get("linear_num_value_heads") is not None:
@@ -38,7 +38,7 @@ def _layer_types(fields: Fields) -> list[str]:
 def _block(fields: Fields, family: Family, index: int, layer_type: str) -> Block:
     hidden = fields.number("hidden_size")
     norms = family.norms * hidden * (1 + family.norm_bias)
-    mlp, width = _mixture(fields, hidden) if _is_sparse(fields, index) else _dense(fields, family, hidden)
+    mlp, width = _mixture(fields, family, hidden) if _is_sparse(fields, index) else _dense(fields, family, hidden)
     if layer_type == "linear_attention":
         delta = _gated_delta(fields)
         extra = delta.conv_width * delta.kernel + 2 * delta.value_heads + delta.value_dim
@@ -59,6 +59,8 @@ def _block(fields: Fields, family: Family, index: int, layer_type: str) -> Block
         feed_forward_width=width,
         gated=gated,
         window=window,
+        soft_cap=family.soft_cap,
+        extra_kept=max(0, family.norms - KEPT_HIDDEN) * hidden + KEPT_ACTIVATION[family.activation] * width,
     )
 
 
@@ -67,7 +69,7 @@ def _attention_linears(
 ) -> tuple[Linear, ...]:
     bias = fields.flag("attention_bias", False)
     qkv_bias, out_bias = family.qkv_bias or bias, family.out_bias or bias
-    out = Linear("self_attn.o_proj", query_width, hidden, out_bias)
+    out = Linear(f"self_attn.{family.out}", query_width, hidden, out_bias)
     if family.fused and not gated:
         return (Linear("self_attn.qkv_proj", hidden, query_width + 2 * kv_width, qkv_bias), out)
     return (
@@ -109,7 +111,7 @@ def _is_sparse(fields: Fields, index: int) -> bool:
     """Whether block `index` has a mixture of experts in place of a dense feed-forward."""
     if not fields.number("num_experts", "num_local_experts", "n_routed_experts", default=0, least=0):
         return False
-    dense: Any = fields.get("mlp_only_layers") or ()
+    dense = fields.listed("mlp_only_layers", int, "whole numbers") or []
     first = fields.number("first_k_dense_replace", default=0, least=0)
     return index >= first and index not in dense and (index + 1) % fields.number("decoder_sparse_step", default=1) == 0
 
@@ -127,12 +129,12 @@ def _dense(fields: Fields, family: Family, hidden: int) -> tuple[tuple[Linear, .
     return _swiglu("mlp", hidden, width, bias=bias), width
 
 
-def _mixture(fields: Fields, hidden: int) -> tuple[tuple[Linear, ...], int]:
+def _mixture(fields: Fields, family: Family, hidden: int) -> tuple[tuple[Linear, ...], int]:
     experts = fields.number("num_experts", "num_local_experts", "n_routed_experts")
     active = fields.number("num_experts_per_tok")
     width = fields.number("moe_intermediate_size", "intermediate_size")
-    linears = (Linear("mlp.gate", hidden, experts, router=True),)
-    linears += _swiglu("mlp.switch_mlp", hidden, width, experts=experts, active=active)
+    linears = (Linear(f"{family.mixture}.gate", hidden, experts, router=True),)
+    linears += _swiglu(f"{family.mixture}.switch_mlp", hidden, width, experts=experts, active=active)
     shared = fields.number("shared_expert_intermediate_size", default=0, least=0)
     if shared:
         linears += (Linear("mlp.shared_expert_gate", hidden, 1, router=True),)

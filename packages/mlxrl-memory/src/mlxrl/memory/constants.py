@@ -14,11 +14,16 @@ GRADIENT_COPIES = 2  # the sum over micro-batches, and the fresh gradient that i
 DORA_NORM_COPIES = 2  # float32 of one layer's matrix, while its norms are taken: the low-rank product, and the sum
 
 # --- What autodiff keeps in one block, in elements per token (exact against the float32 measurement) -----------------
-KEPT_HIDDEN = 2  # inputs of the two norms, hidden wide
+KEPT_HIDDEN = 2  # inputs of the two norms, hidden wide; each further norm of a block keeps one more
 KEPT_QUERY = 3  # queries before their norm, after the rotation, and scaled: heads x head_dim wide
 KEPT_GATE = 3  # attention output gate: the gate, its sigmoid, the ungated output
 KEPT_KV = 3  # keys before the norm and after the rotation, values: kv heads x head_dim wide
 KEPT_FEED_FORWARD = 2  # gate and up; their product is the down projection's LoRA input
+Activation = Literal["silu", "gelu", "gelu_approx"]
+# Beside gate and up, as wide: nothing of a SiLU, whose slopes `mlxrl.policy` computes anew; what autodiff keeps of a
+# GELU by the error function (Gemma, 3.0) and of the approximate one (Gemma 2 and 3, 3.8 to 3.9). A backward pass
+# needs as much of a SiLU for the block it is in, so these do not make its working set larger.
+KEPT_ACTIVATION: dict[Activation, int] = {"silu": 0, "gelu": 3, "gelu_approx": 4}
 KEPT_EXPERT_HIDDEN = 2  # per chosen expert: the gathered input and the output before weighing; not measured
 KEPT_ROUTER = 2  # router scores and probabilities, float32; not measured
 KEPT_CONV = 4  # gated delta: convolution input and output, sigmoid, SiLU

@@ -127,10 +127,10 @@ def _rollout_activations(model: ModelShape, run: RunShape) -> int:
     the rows' caches later on.
     """
     constants, size = run.constants, model.dtype_bytes
-    rows = _kv_cache(model, run) / model.cache_bytes(run.row_positions)
-    growing = (block.cache_bytes(run.row_positions, size) for block in model.blocks if block.delta is None)
+    growing = max((x.cache_bytes(run.row_positions, size) for x in model.blocks if x.delta is None), default=0)
+    grown = min(run.width * growing, _kv_cache(model, run) * growing // model.cache_bytes(run.row_positions))
     logits = constants.sampler_copies * FLOAT32_BYTES * run.width * model.vocab_size
-    decoding = constants.growing_layers * min(run.width, rows) * max(growing, default=0) + logits
+    decoding = constants.growing_layers * grown + logits
     tokens = run.prompt_length if run.max_turns == 1 else max(run.prompt_length, run.width * run.max_observation_len)
     reading = min(tokens, PREFILL_CHUNK) * max(_kept_bytes(model, run, block) for block in model.blocks)
     factors = size * model.lora_parameters(run.lora_rank)
@@ -163,6 +163,7 @@ def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
     first = next((number for number, block in enumerate(model.blocks) if block.adapted_linears), 0)
     blocks = model.blocks[first:]
     every = [_kept_bytes(model, run, block) for block in blocks]
+    extra = size * sum(block.extra_kept for block in blocks)
     outputs = [size * sum(x.active * x.outputs for x in block.adapted_linears) * run.use_dora for block in blocks]
     dense = [bytes_of_block * run.use_dora for bytes_of_block in model.unpacked_bytes[first:]]
     states = constants.delta_states * max(block.delta.state_bytes if block.delta else 0 for block in blocks)
@@ -170,7 +171,7 @@ def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
         kept, weights = len(blocks) * model.hidden_size * size, max(dense)
         working = constants.checkpoint_blocks * max(every) + max(outputs)
     else:
-        kept, weights = sum(every) + sum(outputs), sum(dense)
+        kept, weights = sum(every) + extra + sum(outputs), sum(dense)
         working = constants.backward_blocks * max(every)
     forked = 2 * size * sum(block.kv_width for block in blocks)
     head = constants.head_copies * FLOAT32_BYTES * model.vocab_size * run.head_positions(model.vocab_size)
@@ -201,6 +202,11 @@ def _extrapolated(model: ModelShape, run: RunShape) -> tuple[str, ...]:
         notes.append(f"Activations are measured on other backends than {run.backend}.")
     if not model.known_family:
         notes.append(f"model_type {model.model_type!r} is unknown and counted as a Llama-like model.")
+    elif run.constants.measured and run.backend not in model.measured:
+        notes.append(
+            f"Activations of model_type {model.model_type!r} are measured on {' and '.join(model.measured)}"
+            f" and not on {run.backend}."
+        )
     if any(linear.experts > 1 for block in model.blocks for linear in block.linears):
         notes.append("Activations and adapters of expert layers are derived from their shapes, not measured.")
     return tuple(notes)

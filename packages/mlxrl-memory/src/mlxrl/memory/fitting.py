@@ -11,6 +11,9 @@ from mlxrl.memory.quantization import Quantization
 from mlxrl.memory.run import RunShape
 
 Value = int | bool | None
+Lower = Callable[[ModelShape, RunShape], Sequence[int]]
+Knobs = dict[str, Lower]
+Refusal = Callable[[str, int], str | None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,12 @@ class FitResult:
     reason: str
 
 
-def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
+def fit(
+    model: ModelShape,
+    run: RunShape,
+    budget_bytes: int,
+    refusal: Refusal = lambda field, value: None,
+) -> FitResult:
     """Looks for the shape that fits, changing as little of the learning problem as it can.
 
     The knobs, in the order in which they are turned: gradient checkpointing on; fewer tokens per micro-batch; no merged
@@ -59,6 +67,7 @@ def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
         model: the model's shape.
         run: the run as asked.
         budget_bytes: bytes the run may take, such as `available_memory()`.
+        refusal: why a field of the run may not have a lower value, None where it may; such a value is left out.
 
     Raises:
         ValueError: when the budget is not a positive whole number.
@@ -67,9 +76,12 @@ def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
         raise ValueError(
             f"budget_bytes must be a whole number above 0, got {budget_bytes!r}; pass the bytes to stay under."
         )
+    knobs = {field: _accepted(field, lower, refusal) for field, lower in _KNOBS.items()}
     wanted = estimate(model, run)
-    smallest_peak = estimate(model, _turned_down(model, run, list(_KNOBS))).peak
-    shape = _largest(model, run, max(budget_bytes, smallest_peak))
+    smallest_peak = estimate(model, _turned_down(model, run, knobs)).peak
+    shape = _largest(model, run, knobs, max(budget_bytes, smallest_peak))
+    refused = [(field, _KNOBS[field](model, shape)) for field in knobs if not knobs[field](model, shape)]
+    held = [f" {field} stays, for {refusal(field, values[0])}." for field, values in refused if values]
     peak = estimate(model, shape).peak
     return FitResult(
         fits=wanted.peak <= budget_bytes,
@@ -78,25 +90,30 @@ def fit(model: ModelShape, run: RunShape, budget_bytes: int) -> FitResult:
         proposals=_proposals(model, run, shape),
         run=shape if peak <= budget_bytes else None,
         smallest_peak=peak,
-        reason=_reason(model, shape, wanted, peak, budget_bytes),
+        reason=_reason(model, shape, wanted, peak, budget_bytes, held),
     )
 
 
-def _largest(model: ModelShape, run: RunShape, most: int) -> RunShape:
+def _accepted(field: str, lower: Lower, refusal: Refusal) -> Lower:
+    """The lower values of a knob without those that are refused."""
+    return lambda model, run: [value for value in lower(model, run) if refusal(field, value) is None]
+
+
+def _largest(model: ModelShape, run: RunShape, knobs: Knobs, most: int) -> RunShape:
     """The run with each knob at its largest value with which those before it can still bring the peak to `most`."""
-    fields = list(_KNOBS)
-    while fields:
-        field = fields.pop()
-        values = (getattr(run, field), *_KNOBS[field](model, run))
+    knobs = dict(knobs)
+    while knobs:
+        field, lower = knobs.popitem()
+        values = (getattr(run, field), *lower(model, run))
         shapes = (replace(run, **{field: value}) for value in values)
-        run = next(x for x in shapes if estimate(model, _turned_down(model, x, fields)).peak <= most)
+        run = next(x for x in shapes if estimate(model, _turned_down(model, x, knobs)).peak <= most)
     return run
 
 
-def _turned_down(model: ModelShape, run: RunShape, fields: list[str]) -> RunShape:
+def _turned_down(model: ModelShape, run: RunShape, knobs: Knobs) -> RunShape:
     """The run with these knobs at their smallest values."""
-    for field in reversed(fields):  # what a row takes bounds the tokens and the caches
-        if lower := _KNOBS[field](model, run):
+    for field in reversed(knobs):  # what a row takes bounds the tokens and the caches
+        if lower := knobs[field](model, run):
             run = replace(run, **{field: lower[-1]})
     return run
 
@@ -112,7 +129,9 @@ def _proposals(model: ModelShape, run: RunShape, target: RunShape) -> tuple[Prop
     return tuple(proposals)
 
 
-def _reason(model: ModelShape, shape: RunShape, wanted: MemoryEstimate, reached: int, budget: int) -> str:
+def _reason(
+    model: ModelShape, shape: RunShape, wanted: MemoryEstimate, reached: int, budget: int, held: Sequence[str]
+) -> str:
     least = "at least " if wanted.extrapolated else ""
     needed = f"the run needs {least}{human_bytes(wanted.peak)} and the budget is {human_bytes(budget)}"
     if wanted.peak <= budget:
@@ -123,7 +142,7 @@ def _reason(model: ModelShape, shape: RunShape, wanted: MemoryEstimate, reached:
     smaller = f"smaller or {ADVISED_BITS}-bit" if estimate(packed, shape).peak < reached else "smaller"
     return (
         f"It does not fit: {needed}, and the smallest shape still needs {least}{human_bytes(reached)};"
-        f" take a {smaller} model, a lower LoRA rank, or shorter prompts."
+        f" take a {smaller} model, a lower LoRA rank, or shorter prompts.{''.join(held)}"
     )
 
 
@@ -168,7 +187,7 @@ def _halved(value: int, least: int) -> list[int]:
     return values
 
 
-_KNOBS: dict[str, Callable[[ModelShape, RunShape], Sequence[int]]] = {
+_KNOBS: Knobs = {
     "gradient_checkpointing": _checkpoint,
     "max_tokens_per_micro_batch": _fewer_tokens,
     "has_merged_copy": _no_copy,

@@ -90,7 +90,9 @@ class Block:
 
     `query_width` and `kv_width` are heads x head_dim (0 with a gated-delta mixer); `feed_forward_width` is what one
     token passes (chosen experts and shared ones together); `other_parameters` are norms, convolutions and decay terms,
-    which are never quantised nor adapted; `window` bounds the cache of a sliding-window block.
+    which are never quantised nor adapted; `window` bounds the cache of a sliding-window block; `soft_cap` says that
+    attention scores pass a soft cap; `extra_kept` are elements per token that autodiff keeps beside what it keeps of a
+    Llama-like block: of further norms and of a GELU.
     """
 
     hidden_size: int
@@ -103,6 +105,8 @@ class Block:
     gated: bool = False
     window: int | None = None
     delta: GatedDelta | None = None
+    soft_cap: bool = False
+    extra_kept: int = 0
 
     @property
     def parameters(self) -> int:
@@ -122,10 +126,13 @@ class Block:
         return 2 * dtype_bytes * self.kv_width * room
 
     def score_bytes(self, context: int, dtype_bytes: int, fused_head_dim: int) -> int:
-        """Bytes per token of the attention scores that a gradient keeps: none where heads are narrow enough to fuse."""
-        if self.heads == 0 or self.query_width // self.heads <= fused_head_dim:
+        """Bytes per token of the attention scores that a gradient keeps: none where heads are narrow enough to fuse.
+
+        Scores that pass a soft cap are never fused, and kept before it as well.
+        """
+        if self.heads == 0 or (self.query_width // self.heads <= fused_head_dim and not self.soft_cap):
             return 0
-        return self.heads * context * dtype_bytes
+        return (1 + self.soft_cap) * self.heads * context * dtype_bytes
 
     def kept_bytes(self, dtype_bytes: int, use_dora: bool = False) -> float:
         """Bytes per token that autodiff keeps of the block when no checkpoint drops them, attention scores aside."""

@@ -11,6 +11,7 @@ from mlxrl.memory.constants import Backend
 from mlxrl.memory.families import FAMILIES, Family
 from mlxrl.memory.fields import DTYPE_BYTES, Fields
 from mlxrl.memory.layers import Block, Linear
+from mlxrl.memory.mixers import refuse_other_mixers
 from mlxrl.memory.quantization import Quantization
 
 
@@ -28,6 +29,8 @@ class ModelShape:
         final_norm: elements of the norm before the head.
         dtype: type of an activation and of an element that is not quantised, such as "bfloat16".
         quantization: how linear layers and embeddings are packed; None for a plain 16 or 32-bit model.
+        context_length: tokens that the model was made for; None where its config does not say.
+        blocks_path: what mlx-lm calls its list of blocks, for `adapting` by full names.
     """
 
     model_type: str
@@ -39,6 +42,8 @@ class ModelShape:
     final_norm: int
     dtype: str
     quantization: Quantization | None
+    context_length: int | None = None
+    blocks_path: str = "model.layers"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -52,11 +57,7 @@ class ModelShape:
             ValueError: a field is missing or of no use, or the model's attention is not counted yet.
         """
         fields = Fields(config)
-        if fields.get("kv_lora_rank") is not None:
-            raise ValueError(
-                f"config.json field 'kv_lora_rank' ({fields.get('kv_lora_rank')!r}, model_type {fields.model_type!r})"
-                " marks latent attention, which is not counted yet; measure a short run instead."
-            )
+        refuse_other_mixers(fields)
         family = FAMILIES.get(fields.model_type, Family())
         hidden = fields.number("hidden_size")
         packed = fields.get("quantization")
@@ -75,6 +76,8 @@ class ModelShape:
             final_norm=hidden * (1 + family.norm_bias),
             dtype=fields.dtype(),
             quantization=Quantization.from_config(cast("Mapping[str, Any]", packed)) if packed else None,
+            context_length=fields.context_length(),
+            blocks_path="language_model.model.layers" if fields.nested else "model.layers",
         )
 
     @classmethod
@@ -97,6 +100,8 @@ class ModelShape:
             raise ValueError(f"{file} must hold JSON, but reading it failed ({error}); download it again.") from error
         if not isinstance(config, Mapping):
             raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}; download it again.")
+        if "model_type" not in config:
+            raise ValueError(f"{file} must hold 'model_type', but the field is missing; name a language model.")
         return cls.from_config(cast("Mapping[str, Any]", config))
 
     def on(self, backend: Backend) -> "ModelShape":
@@ -107,6 +112,11 @@ class ModelShape:
     def known_family(self) -> bool:
         """Whether the biases and norms of this `model_type` are known rather than guessed."""
         return self.model_type in FAMILIES
+
+    @property
+    def measured(self) -> tuple[Backend, ...]:
+        """The backends on which the activations of this `model_type` are measured."""
+        return FAMILIES[self.model_type].measured if self.known_family else ()
 
     @property
     def dtype_bytes(self) -> int:

@@ -9,6 +9,7 @@ from mlxrl.memory.layers import Linear
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
 AFFINE = "affine"  # a scale and a bias per group, both in the model's dtype; every other mode has one 8-bit scale
+MODES = (AFFINE, "mxfp4", "mxfp8", "nvfp4")
 
 
 def _no_overrides() -> Mapping[str, "Quantization | None"]:
@@ -33,16 +34,19 @@ class Quantization:
         """Reads the mapping under `quantization`.
 
         Raises:
-            ValueError: when bits or group_size is no value MLX packs.
+            ValueError: when bits, group_size or mode is no value MLX packs.
         """
         bits, group_size = config.get("bits"), config.get("group_size", DEFAULT_GROUP)
-        if bits not in BITS:
+        if isinstance(bits, bool) or not isinstance(bits, int) or bits not in BITS:
             raise ValueError(f"config.json field 'quantization.bits' must be one of {BITS}, got {bits!r}; correct it.")
-        if not isinstance(group_size, int) or group_size < 1:
+        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
             raise ValueError(
                 f"config.json field 'quantization.group_size' must be a whole number above 0, got {group_size!r};"
                 " 64 is the usual one."
             )
+        mode = config.get("mode") or AFFINE
+        if mode not in MODES:
+            raise ValueError(f"config.json field 'quantization.mode' must be one of {MODES}, got {mode!r}; correct it.")
         overrides = {
             path.split("layers.")[-1] if "layers." in path else path.split(".")[-1]: (
                 cls.from_config(cast("Mapping[str, Any]", own)) if isinstance(own, Mapping) else None
@@ -50,7 +54,7 @@ class Quantization:
             for path, own in config.items()
             if isinstance(own, Mapping) or own is False
         }
-        return cls(bits, group_size, str(config.get("mode", AFFINE)), overrides)
+        return cls(bits, group_size, mode, overrides)
 
     def packs(self, linear: Linear, path: str) -> bool:
         """Whether `linear` is quantised; rows that do not divide into groups stay in the model's dtype."""

@@ -39,7 +39,9 @@ class RunShape:
         max_turns: answers in one row.
         max_observation_len: tokens of the longest observation between two answers.
         max_context: tokens at which a row ends whatever its turns; None where only these bound it.
-        rollout_width: rows decoded at once; None for all of a step.
+        eval_tasks: tasks of a held-out evaluation, each played once with prompts and answers as long as a step's; 0
+            where there is none.
+        rollout_width: rows decoded at once; None for all of a step, or of an evaluation.
         kv_budget_bytes: most bytes of the rows' caches, though one row always fits; None for no bound.
         has_merged_copy: whether rollouts sample from a dense copy of the model with the adapters merged into it.
         micro_batch_size: most rows in one backward pass; None for no cap.
@@ -64,6 +66,7 @@ class RunShape:
     max_turns: int = 1
     max_observation_len: int = 0
     max_context: int | None = None
+    eval_tasks: int = 0
     rollout_width: int | None = None
     kv_budget_bytes: int | None = None
     has_merged_copy: bool = False
@@ -89,7 +92,7 @@ class RunShape:
                 if not isinstance(value, bool):
                     raise ValueError(f"{field.name} must be True or False, got {value!r}; choose one.")
             elif value is not None or field.default is not None:
-                least = 0 if field.name in ("max_observation_len", "optimizer_states") else 1
+                least = 0 if field.name in ("max_observation_len", "eval_tasks", "optimizer_states") else 1
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise ValueError(
                         f"{field.name} must be a whole number of at least {least}, got {value!r}; raise it."
@@ -119,8 +122,9 @@ class RunShape:
 
     @property
     def width(self) -> int:
-        """Rows decoded at once."""
-        return self.rows if self.rollout_width is None else min(self.rows, self.rollout_width)
+        """Rows decoded at once, by a step or by an evaluation, whichever has more."""
+        rows = max(self.rows, self.eval_tasks)
+        return rows if self.rollout_width is None else min(rows, self.rollout_width)
 
     @property
     def constants(self) -> BackendConstants:

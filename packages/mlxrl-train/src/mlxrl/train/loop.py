@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from mlxrl.rollout import Trajectory
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import load_config
@@ -128,10 +130,18 @@ def _train(
     due = False  # whether a checkpoint is
     evaluations: list[tuple[int, Evaluation]] = []
 
+    def warn(events: Sequence[dict[str, Any]]) -> None:
+        folder.log(folder.events, *events)
+        for event in events:
+            observer.on_warning(event["reason"])
+
     def evaluate_if_due() -> None:
         every = config.eval.every
         if session.curriculum.held_out and (state.step in (0, config.steps) or (every and state.step % every == 0)):
-            evaluations.append((state.step, _evaluate(session, folder, state.step)))
+            mx.reset_peak_memory()
+            with planned_memory(plan):
+                evaluations.append((state.step, _evaluate(session, folder, state.step)))
+            warn(watch_memory(state, f"the evaluation at step {state.step}", mx.get_peak_memory(), plan))
             observer.on_evaluation(*evaluations[-1])
 
     if state.step not in {row["step"] for row in read_lines(folder.evaluations)}:  # a run may break off before it
@@ -144,12 +154,11 @@ def _train(
         count_faults(state, step)
         mismatch = watch_mismatch(session, state, step.metrics)
         folder.log(folder.rollouts, *(trajectory_record(state.step, trajectory) for trajectory in step.groups.sampled))
-        warnings = [*watch_groups(state, step.groups.sampled), *watch_memory(state, step.metrics, plan)]
-        folder.log(folder.events, *fault_events(step), *mismatch, *warnings)
+        folder.log(folder.events, *fault_events(step), *mismatch)
         folder.log(folder.metrics, step.metrics)
         metrics.append(step.metrics)
-        for event in warnings:
-            observer.on_warning(event["reason"])
+        peak = int(step.metrics["peak_memory_gb"] * 2**30)
+        warn([*watch_groups(state, step.groups.sampled), *watch_memory(state, f"step {state.step}", peak, plan)])
         observer.on_step(step.metrics, step.groups.sampled)
         fault = ending_fault(state, step, config, folder)
         sound = isinstance(fault, DynamicSamplingError | RewardError)  # the policy that such a fault leaves behind

@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlxrl.memory import human_bytes
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.errors import ConfigError
-from mlxrl.train.metrics import Metrics
 from mlxrl.train.plan import Plan, make_plan
 from mlxrl.train.run_folder import RunState
 
@@ -50,19 +49,20 @@ def planned_memory(plan: Plan | None) -> Iterator[None]:
         mx.set_memory_limit(before)
 
 
-def watch_memory(state: RunState, metrics: Metrics, plan: Plan | None) -> list[dict[str, Any]]:
-    """A line for events.jsonl, once a run, when a step came near the memory there is or took more than was planned.
+def watch_memory(state: RunState, what: str, peak_bytes: int, plan: Plan | None) -> list[dict[str, Any]]:
+    """A line for events.jsonl, once a run, when it came near the memory there is or took more than was planned.
 
     Args:
         state: where the run stands; remembers that it was said.
-        metrics: those of the step just taken.
+        what: what was done, a step or an evaluation.
+        peak_bytes: MLX's peak in it.
         plan: the run's plan, where there is one.
     """
     if plan is None or state.memory_warned:
         return []
     limit, planned = plan.fit.budget, plan.estimate.peak
-    peak = int(metrics["peak_memory_gb"] * 2**30) + plan.estimate.runtime
-    took = f"step {state.step} took {human_bytes(peak)} of the {human_bytes(limit)} that there are"
+    peak = peak_bytes + plan.estimate.runtime
+    took = f"{what} took {human_bytes(peak)} of the {human_bytes(limit)} that there are"
     advice = "update.max_tokens_per_micro_batch and rollout.width bound it"
     if peak > NEAR_LIMIT * limit:
         reason = f"{took}; {advice}"

@@ -1,6 +1,7 @@
 """The memory preflight of a config: what the run will take, and what to turn down."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +17,9 @@ from mlxrl.memory import (
     fit,
     known_config,
 )
-from mlxrl.policy import ModelError, context_length, find_model, is_target, on_cuda, read_config
+from mlxrl.policy import ModelError, find_model, is_target, on_cuda
 from mlxrl.train.config import TrainConfig
+from mlxrl.train.config_file import load_config
 from mlxrl.train.errors import ConfigError
 from mlxrl.train.optimizers import STATES
 
@@ -56,21 +58,23 @@ def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int |
         available_bytes: the budget; by default what this machine has.
 
     Raises:
-        ConfigError: the model's config.json cannot be had or understood.
+        ConfigError: the model's config.json cannot be had or understood, or has no layers of the names in the config.
     """
     try:
-        fields = model_config(config.model_id)
-        model = adapted(ModelShape.from_config(fields).on(memory_backend()), config)
+        shape = model_shape(config.model_id)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(f"model_id = {config.model_id!r}: {error}") from error
-    context = config.rollout.max_context or context_length(fields)
+    model = adapted(shape.on(memory_backend()), config)
+    context = config.rollout.max_context or model.context_length
     run = run_shape(config, max_turns=config.max_turns or max_turns, max_context=context)
     budget = device_memory() if available_bytes is None else available_bytes
     if config.rollout.weights == "auto" and estimate(model, run).peak > budget:
         run = replace(run, has_merged_copy=False)
-    return Plan(model, run, estimate(model, run), fit(model, run, budget))
+    turns = min(max_turns, config.max_turns or max_turns)
+    fitted = fit(model, run, budget, lambda field, value: refusal(config, turns, field, value))
+    return Plan(model, run, estimate(model, run), fitted)
 
 
 def memory_backend() -> Backend:
@@ -85,25 +89,51 @@ def device_memory() -> int:
     return int(mx.device_info()["total_memory"]) if on_cuda() else available_memory()
 
 
-def model_config(model_id: str) -> dict[str, Any]:
-    """config.json of a model: from its folder, the hub's cache, the table of known models, or the hub."""
-    known = known_config(model_id)
+def model_shape(model_id: str) -> ModelShape:
+    """The shape of a model: from its own folder, or else the table of known models, the hub's cache, or the hub.
+
+    Raises:
+        ModelError: there is no such model.
+        ValueError: its config.json cannot be understood.
+    """
+    is_hub_name = model_id.count("/") == 1 and not model_id.startswith((".", "~", "/"))
+    known = known_config(model_id) if is_hub_name and not Path(model_id).is_dir() else None
     if known is not None:
-        return dict(known)
-    return read_config(find_model(model_id, config_only=True))
+        return ModelShape.from_config(known)
+    return ModelShape.from_path(find_model(model_id, config_only=True))
 
 
 def adapted(model: ModelShape, config: TrainConfig) -> ModelShape:
-    """The model with adapters where the config has them, its blocks named as most of mlx-lm's models name theirs."""
-    first = len(model.blocks) - (config.last_layers or len(model.blocks))
-    return model.adapting(
-        lambda block, name: block >= first and is_target(f"model.layers.{block}.{name}", config.targets)
-    )
+    """The model with adapters where the config has them.
+
+    Where the names of a model's layers are guessed, targets that name none of them are taken to name all.
+
+    Raises:
+        ConfigError: the targets name no layer of the model, or it has fewer blocks than last_layers.
+    """
+    blocks, last, targets = len(model.blocks), config.last_layers, config.targets
+    if last is not None and last > blocks:
+        raise ConfigError(f"last_layers = {last} exceeds the {blocks} blocks of the model; lower it.")
+    first = blocks - (last or blocks)
+    names = {
+        f"{model.blocks_path}.{number}.{linear.name}": linear.name
+        for number, block in enumerate(model.blocks[first:], first)
+        for linear in block.linears
+    }
+    missing = [target for target in targets if not any(is_target(path, [target]) for path in names)]
+    if missing and model.known_family:
+        where = "model" if last is None else f"last {last} of the {blocks} blocks"
+        raise ConfigError(
+            f"LoRA targets {missing} name no linear layer of the {where}, which has {sorted(set(names.values()))} in "
+            f"its blocks, in full for example {min(names)!r}."
+        )
+    chosen = {path for path in names if missing or is_target(path, targets)}
+    return model.adapting(lambda block, name: f"{model.blocks_path}.{block}.{name}" in chosen)
 
 
 def run_shape(config: TrainConfig, *, max_turns: int, max_context: int | None) -> RunShape:
     """The part of a config that memory depends on, with what environment and model leave open in it."""
-    rows = config.groups_per_step * config.group_size
+    rows = max(config.groups_per_step * config.group_size, config.eval.tasks)
     return RunShape(
         max_prompt_len=config.max_prompt_len,
         max_completion_len=config.max_completion_len,
@@ -112,6 +142,7 @@ def run_shape(config: TrainConfig, *, max_turns: int, max_context: int | None) -
         max_turns=max_turns,
         max_observation_len=config.max_observation_len or (config.max_prompt_len if max_turns > 1 else 0),
         max_context=max_context,
+        eval_tasks=config.eval.tasks,
         rollout_width=1 if config.rollout_mode == "sequential" else min(config.rollout.width, rows),
         kv_budget_bytes=config.rollout.cache_bytes,
         has_merged_copy=config.rollout.weights != "shared",
@@ -126,6 +157,19 @@ def run_shape(config: TrainConfig, *, max_turns: int, max_context: int | None) -
         shares_prompts=config.dropout == 0,
         backend=memory_backend(),
     )
+
+
+def refusal(config: TrainConfig, max_turns: int, field: str, value: int) -> str | None:
+    """Why the config may not have this value of a field of the run's shape, all else being as it is; None if it may."""
+    buffer, longest = config.algorithm.overlong_buffer, max_turns * value
+    if field == "max_completion_len" and buffer is not None and buffer > longest:  # as `make_curriculum` has it
+        return f"algorithm.overlong_buffer = {buffer} exceeds the {longest} tokens of a trajectory then; lower it"
+    name, value_there = config_field(field, value)
+    try:
+        load_config(None, config.model_dump(exclude_unset=True) | {name: value_there})
+    except ConfigError as error:
+        return str(error).removeprefix("config error: ").rstrip(".")
+    return None
 
 
 def fitted_overrides(plan: Plan) -> dict[str, Any]:
