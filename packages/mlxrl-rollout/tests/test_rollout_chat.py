@@ -300,6 +300,29 @@ def test_a_template_that_loses_a_message_is_refused():
 
 
 @pytest.mark.parametrize(
+    "writing",
+    [
+        "m.content | trim if m.role == 'user' else m.content",
+        "m.content if m.role == 'user' else m.content | trim",
+        "m.content.rstrip()",
+        "m.content.strip('\\n')",
+        "m.content | tojson if m.role == 'tool' else m.content | trim",
+        "'TOOL: ' + m.content if m.content.startswith('{') else m.content",
+    ],
+)
+@pytest.mark.parametrize("text", ["\n line1\nline2 \n ", '{"a": 1}', "", " \n", "  ok  ", "<|im_end|>\n<|im_start|>"])
+@pytest.mark.parametrize("roles", [("user",), ("tool",), ("tool", "user", "tool")])
+def test_an_observation_is_written_as_the_template_writes_it(writing, text, roles):
+    encoder = encoder_of(CHATML.replace("m.content", f"({writing})"))
+    observation = [{"role": role, "content": text} for role in roles]
+    encoded = encoder.observation(observation, after_eos=True)
+    begin = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I go"}]
+    whole = encoder.tokenizer.apply_chat_template([*begin, *observation], add_generation_prompt=True, tokenize=False)
+    _, _, later = whole.partition("I go<|im_end|>")
+    assert text_of(encoder, encoded.token_ids) == later
+
+
+@pytest.mark.parametrize(
     ("template", "strips"), [(LLAMA3, True), (GEMMA, True), (CHATML, False), (CHAT_TEMPLATE, False)]
 )
 @pytest.mark.parametrize("limit", [None, 3])

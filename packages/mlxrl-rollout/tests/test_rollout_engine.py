@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -206,6 +207,7 @@ def test_limits_below_one_are_refused_by_name(lend, name):
             "template_kwargs must be a dict by name, none of .*tokenize.* got {'tokenize'",
         ),
         ({"template_kwargs": ["a"]}, r"template_kwargs must be a dict by name, .* got \['a'\]"),
+        ({"template_kwargs": 5}, r"template_kwargs must be a dict by name, .* got 5"),
         ({"template_kwargs": {1: 2}}, r"template_kwargs must be a dict by name, .* got {1: 2}"),
         ({"template_kwargs": {"continue_final_message": True}}, "none of .*continue_final_message"),
         ({"env_timeout": True}, "env_timeout must be above 0 seconds.* got True"),
@@ -243,6 +245,20 @@ def test_a_model_in_training_mode_is_refused_by_a_rollout_too(lend):
             engine.rollout(requests_of())
     finally:
         engine.model.eval()
+
+
+def test_numbers_of_numpy_are_numbers(lend):
+    model, tokenizer = lend("qwen3")
+    (plain,) = group_requests([Task("a")], single_turn_environment, group_size=1)
+    for kind in (np.uint64, np.int64, np.int32):
+        sampling = SamplingConfig(max_tokens=cast(Any, np.int8(100)))
+        request = replace(plain, key=cast(Any, kind(5)), sampling=sampling)
+        assert (request.key, type(request.key), type(sampling.max_tokens)) == (5, int, int)
+        engine = Engine(model, tokenizer, SAMPLING, deterministic=cast(Any, np.True_), cache_bytes=10**6)
+        (played,) = engine.rollout([request])
+        assert 1 <= played.num_sampled <= 100
+    with pytest.raises(ValueError, match=r"temperature must be a finite number, got 1000"):
+        SamplingConfig(temperature=10**400)
 
 
 def test_prompts_may_come_one_by_one(lend):

@@ -2,6 +2,8 @@
 
 import gc
 import string
+import threading
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from mlxrl.rollout import SamplingConfig, group_requests
-from mlxrl.rollout.decoder import Row
-from mlxrl.rollout.play import Room
+from mlxrl.rollout.decoder import DecodeBatch, Row
+from mlxrl.rollout.play import Play, Room
 
 from .comparing import assert_same, engine_of
 from .environments import Chatter
@@ -135,6 +137,96 @@ def test_few_prompts_are_kept_in_whatever_order_rows_come(lend, deterministic):
     assert engine.stats.prefill_tokens == 16 * 503
     assert engine.stats.peak_rows == 4
     assert engine.stats.peak_cache_bytes <= 6 * row  # those of the bound, buffers half filled, and no more prompts
+
+
+def active_after_steps(work):
+    """Bytes that are held after each decode step of some work, beyond what was held before."""
+    mx.synchronize()
+    before, step = mx.get_active_memory(), DecodeBatch.step
+    active: list[int] = []
+
+    def measured(batch):
+        draws = step(batch)
+        mx.synchronize()
+        active.append(mx.get_active_memory() - before)
+        return draws
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeBatch, "step", measured)
+        work()
+    return active
+
+
+class Together(Chatter):
+    """Answers once every episode has asked."""
+
+    def __init__(self, barrier):
+        super().__init__(2, "p" * 600)
+        self.barrier = barrier
+
+    def step(self, action):
+        if not self.turn:
+            self.barrier.wait(30)
+        return super().step(action)
+
+
+def test_rows_that_wait_hold_nothing_of_the_batch_that_they_left(lend):
+    policy, num_rows = lend("qwen3"), 16
+    barrier = threading.Barrier(num_rows)
+    requests = [  # each leaves at a step of its own
+        replace(request, sampling=SamplingConfig(temperature=0, max_tokens=3 * i + 2))
+        for i, request in enumerate(group_requests(range(num_rows), lambda *_: Together(barrier), group_size=1))
+    ]
+    engine = engine_of(policy, SAMPLING, deterministic=False)
+    active = active_after_steps(lambda: engine.rollout(requests))
+    whole = num_rows * engine.room.row_bytes(1024)  # buffers of all rows
+    assert max(active) < 2 * whole  # one that is left for each would be eight times as much
+
+
+class Late(Chatter):
+    """Of several, each waits at a turn of its own until the last one has come to its end, which waits at none."""
+
+    def __init__(self, place, num_rows, over):
+        super().__init__(num_rows, "p" * 30)
+        self.place, self.over = place, over
+
+    def step(self, action):
+        if self.place == self.max_turns - 1 == self.turn:
+            self.over.set()
+        elif self.place == self.turn:
+            assert self.over.wait(30)
+        return super().step(action)
+
+
+def test_a_row_that_waits_for_long_does_not_hold_those_that_waited_with_it(lend, monkeypatch):
+    num_rows, held = 6, []
+    count_bytes = Play._count_bytes
+
+    def count(play):
+        count_bytes(play)
+        caches = {id(one.seat.cache): one.seat.cache for one in play._parked if one.seat is not None}
+        held.append(sum(cache[0].keys.shape[0] for cache in [play._batch.cache, *caches.values()] if cache))
+
+    monkeypatch.setattr(Play, "_count_bytes", count)
+    over = threading.Event()
+    sampling = SamplingConfig(temperature=0, max_tokens=2)
+    engine = engine_of(lend("qwen3"), sampling, deterministic=False)
+    trajectories = engine.rollout(group_requests(range(num_rows), lambda i, *_: Late(i, num_rows, over), group_size=1))
+    assert [len(t.turns) for t in trajectories] == [6] * num_rows
+    assert (
+        max(held) <= 2 * num_rows
+    )  # a row that asks has a seat already, and its place in the batch until that regroups
+
+
+def test_a_prompt_that_is_kept_holds_none_that_were_read_with_it(lend):
+    policy, num_prompts = lend("qwen3"), 24
+    factory = lambda task, seed, member: Chatter(1, chr(60 + task) * 20)  # noqa: E731
+    few = [group_requests([task], factory, group_size=1)[0] for task in range(num_prompts - 1)]
+    many = group_requests([num_prompts - 1], factory, group_size=2 * num_prompts)
+    engine = engine_of(policy, SamplingConfig(temperature=0.7, max_tokens=30), width=num_prompts)
+    active = active_after_steps(lambda: engine.rollout([*few, *many]))
+    row = engine.room.row_bytes(STEP)
+    assert max(active) < 1.3 * num_prompts * row  # the rows' buffers, and one prompt
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])

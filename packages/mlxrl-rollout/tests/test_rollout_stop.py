@@ -153,6 +153,16 @@ def test_a_stop_text_of_single_bytes_is_found_behind_others(scripted, text, stop
     assert trajectory.num_sampled == num_tokens
 
 
+def test_bytes_that_are_no_text_do_not_spell_a_stop_text(scripted):
+    tokenizer = falling_back_tokenizer()
+    # a lone byte makes all of its run no text, though a tail that begins behind it would be one
+    tokens = ("<0xE6>", "<0xC3>", "<0xA9>", "x", "y")
+    trajectory = play(says(scripted, *tokens, tokenizer=tokenizer), ("é",), "a")
+    assert trajectory.turns[0].action == "\ufffd\ufffd\ufffdxy"
+    assert trajectory.stop_reason == StopReason.stop
+    assert trajectory.num_sampled == 6
+
+
 def test_any_of_several_end_tokens_ends_an_action(scripted):
     model, tokenizer = scripted({"a": "x", "x": ";", "b": "."})
     ends = tokenizer.convert_tokens_to_ids([";", ".", EOS])

@@ -65,6 +65,11 @@ def loose_arrays(cache: Cache) -> list[mx.array]:
     return [value for _, value in tree_flatten(states) if isinstance(value, mx.array)]
 
 
+def all_arrays(cache: Cache) -> list[mx.array]:
+    """What the cache is made of: once evaluated, it holds nothing of the cache that it was selected from."""
+    return [value for _, value in tree_flatten([layer.state for layer in cache]) if isinstance(value, mx.array)]
+
+
 def num_bytes(cache: Cache) -> int:
     """Bytes that the cache holds, the room that it grows into included."""
     return sum(layer.nbytes for layer in cache)

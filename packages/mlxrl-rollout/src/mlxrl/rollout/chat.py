@@ -50,14 +50,14 @@ class ChatEncoder:
             )
         if use_chat_template and not tokenizer.has_chat_template:
             raise ValueError("use_chat_template is true, but the tokenizer has no chat template; set it to false.")
-        names = list(template_kwargs or {})
-        is_named = isinstance(template_kwargs or {}, dict) and all(isinstance(name, str) for name in names)
-        if not is_named or not self.RESERVED_KWARGS.isdisjoint(names):
+        named = {} if template_kwargs is None else template_kwargs
+        is_named = isinstance(named, dict) and all(isinstance(name, str) for name in named)
+        if not is_named or not self.RESERVED_KWARGS.isdisjoint(named):
             taken = ", ".join(sorted(self.RESERVED_KWARGS))
             raise ValueError(f"template_kwargs must be a dict by name, none of {taken} in it, got {template_kwargs!r}.")
         self.tokenizer = tokenizer
         self.templated = tokenizer.has_chat_template if use_chat_template is None else use_chat_template
-        self.template_kwargs = template_kwargs or {}
+        self.template_kwargs = named
         self.eos_ids = frozenset(tokenizer.eos_token_ids)
         self._encoder = PieceEncoder(tokenizer)
         self._thought = tokenizer.think_start or "<think>", tokenizer.think_end or "</think>"
@@ -121,12 +121,16 @@ class ChatEncoder:
         messages = self._messages(observation)
         if self.templated:
             before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
-            scaffold = self._pieces([*before, *messages])[2:]  # what stands before the action is there already
+            whole = [*before, *messages]
+            scaffold = self._pieces(whole)
+            texts = [self._written(whole, scaffold, i) for i in range(2, len(whole))]
+            scaffold = scaffold[2:]  # what stands before the action is there already
         else:
             scaffold = ["", *["\n"] * (len(messages) - 1), ""]
+            texts = [message["content"] for message in messages]
         parts = [Part(scaffold[0])]
-        for message, after in zip(messages, scaffold[1:], strict=True):
-            parts += [Part(self._content(message), is_plain=True, is_content=True), Part(after)]
+        for text, after in zip(texts, scaffold[1:], strict=True):
+            parts += [Part(text, is_plain=True, is_content=True), Part(after)]
         end = self.tokenizer.eos_token if after_eos else None
         encoded = self._encoder.encode(parts, max_content, before=end or PLACE)
         token_ids, content = encoded.token_ids, encoded.content
@@ -159,20 +163,6 @@ class ChatEncoder:
                     )
         return messages
 
-    @cached_property
-    def _strips(self) -> bool:
-        """Whether the template strips the texts of messages."""
-        mark = self._mark.format(0)
-        try:
-            text = self._render([{"role": "user", "content": f" \n{mark}\n "}])
-        except Exception:  # it may want other messages, with any error
-            return False
-        return mark in text and f" \n{mark}\n " not in text
-
-    def _content(self, message: Message) -> str:
-        """The text of a message as the template writes it."""
-        return message["content"].strip() if self.templated and self._strips else message["content"]
-
     def _control_of(self, message: Message) -> re.Pattern[str]:
         return self._control_in_answers if message["role"] == "assistant" else self._control
 
@@ -188,6 +178,20 @@ class ChatEncoder:
                 raise ValueError(f"the chat template drops, changes or reorders the texts of the roles {roles}.")
             pieces.append(piece)
         return [*pieces, rest]
+
+    def _written(self, messages: Sequence[Message], pieces: Sequence[str], i: int) -> str:
+        """The text of message `i > 0` as the template writes it between its pieces, which may strip or escape it.
+
+        A text whose surroundings depend on it is taken as it is.
+        """
+        shown: list[Message] = [{**message, "content": self._mark.format(j)} for j, message in enumerate(messages)]
+        shown[i] = messages[i]
+        _, _, rest = self._render(shown).partition(self._mark.format(i - 1))
+        rest, _, _ = rest.partition(self._mark.format(i + 1))
+        is_framed = len(rest) >= len(pieces[i] + pieces[i + 1]) and rest.startswith(pieces[i])
+        if not is_framed or not rest.endswith(pieces[i + 1]):
+            return messages[i]["content"]
+        return rest[len(pieces[i]) : len(rest) - len(pieces[i + 1])]
 
     def _whole(self, messages: Sequence[Message], new: int, max_content: int | None) -> EncodedObservation:
         """A rendered prompt; from the message `new` on the contents are limited."""
@@ -210,7 +214,7 @@ class ChatEncoder:
         shown: list[Message] = []
         for i, message in enumerate(messages):
             if i >= new:
-                text = hold(self._content(message), is_content=True)
+                text = hold(message["content"], is_content=True)
             else:
                 text = self._control_of(message).sub(lambda spelled: hold(spelled[0]), message["content"])
             shown.append({**message, "content": text})

@@ -6,6 +6,7 @@ from numbers import Real
 from typing import Any, Literal
 
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxrl.env import Environment
@@ -97,12 +98,13 @@ class Engine:
         for name, value in {"width": width, "cache_bytes": cache_bytes, **limits}.items():
             if value is not None and (not is_whole(value) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        limits = {name: None if value is None else int(value) for name, value in limits.items()}
         if not isinstance(sampling, SamplingConfig):
             raise ValueError(f"sampling must be a SamplingConfig, got {sampling!r}.")
         for name, flag in {"deterministic": deterministic, "echo": echo}.items():
-            if not isinstance(flag, bool):
+            if not isinstance(flag, bool | np.bool_):
                 raise ValueError(f"{name} must be true or false, got {flag!r}.")
-        if use_chat_template not in (None, True, False):
+        if not isinstance(use_chat_template, bool | np.bool_ | None):
             raise ValueError(f"use_chat_template must be true, false or None, got {use_chat_template!r}.")
         is_number = isinstance(env_timeout, Real) and not isinstance(env_timeout, bool)
         if env_timeout is not None and not (is_number and env_timeout > 0):
@@ -122,7 +124,7 @@ class Engine:
         self.encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template, template_kwargs=template_kwargs)
         self.limits = EpisodeLimits(sampling=sampling, context=context, echo=echo, **limits)
         self.room = Room(
-            width=width if verdict.batched else 1,
+            width=int(width) if verdict.batched else 1,
             ragged=verdict.ragged,
             row_bytes=verdict.row_bytes,
             regroup_share=CUDA_REGROUP_SHARE if on_cuda() else 0.0,

@@ -48,6 +48,7 @@ class RolloutRequest:
     def __post_init__(self) -> None:
         if not is_whole(self.key) or not 0 <= self.key < 2**64:
             raise ValueError(f"key must be a whole number from 0 to 2^64 - 1, got {self.key}; `derive_key` makes one.")
+        object.__setattr__(self, "key", int(self.key))
         if self.sampling is not None and not isinstance(self.sampling, SamplingConfig):
             raise ValueError(f"sampling must be a SamplingConfig, or None for the engine's, got {self.sampling!r}.")
 
@@ -271,13 +272,15 @@ class Episode:
     def _says_stop(self) -> bool:
         """Whether the action's end spells a stop text; each token adds a byte or more, so that a tail is enough.
 
-        Tokens of single bytes are no text where a tail begins inside a character, so other tails are tried then.
+        Tokens of single bytes are no text where a tail begins inside a character, so other tails are tried then; what
+        one of them says counts if the whole action says it.
         """
         longest = max(len(text.encode()) for text in self.sampling.stop)
         for beyond in (4, 3, 2, 1):
             tail = self.encoder.text(self._action[-longest - beyond :])
             if any(text in tail for text in self.sampling.stop):
-                return True
+                action = self.encoder.text(self._action)
+                return any(text in action for text in self.sampling.stop)
             if "\ufffd" not in tail:
                 return False
         return False

@@ -47,7 +47,7 @@ def group_requests(
     if not callable(env_factory):
         raise ValueError(f"env_factory must be a function of task, seed and group_index, got {env_factory!r}.")
     tasks = list(tasks)
-    group_ids = range(len(tasks)) if group_ids is None else group_ids
+    group_ids = range(len(tasks)) if group_ids is None else list(group_ids)
     if len(group_ids) != len(tasks):
         raise ValueError(f"group_ids must be one a task, got {len(group_ids)} for {len(tasks)} tasks.")
     return [

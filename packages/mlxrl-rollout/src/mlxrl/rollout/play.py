@@ -8,13 +8,14 @@ tokens alone decide (`deterministic`), or as soon as environments answer.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from mlxrl.rollout.caches import Cache, join, new_cache, num_bytes, select
+from mlxrl.rollout.caches import Cache, all_arrays, join, new_cache, num_bytes, select
 from mlxrl.rollout.decoder import DecodeBatch, Draws, Prefilled, Reader, Row, reading_plan
 from mlxrl.rollout.environment_calls import EnvironmentFailedError
 from mlxrl.rollout.episode import Episode
@@ -242,18 +243,27 @@ class Play:
             else:
                 going_on.append((row, ticket))
         if going_on:
-            seats = self._seats([row for row, _ in going_on if not row.episode.starts_afresh])
+            places = {id(row): place for place, row in enumerate(self._batch.rows)}
+            rows = [row for row, _ in going_on if not row.episode.starts_afresh]
+            seats = self._seats(self._batch.cache, rows, [places[id(row)] for row in rows])
             self._parked += [
                 _Parked(row, ticket, self._batch.num_steps, seats.get(id(row))) for row, ticket in going_on
             ]
 
-    def _seats(self, rows: Sequence[Row]) -> dict[int, _Seat]:
-        """Seats in a cache of their own: the batch goes on without them."""
+    def _seats(self, cache: Cache, rows: Sequence[Row], places: Sequence[int]) -> dict[int, _Seat]:
+        """By id of the row, seats in a cache of their own, which holds nothing of the one that they had a place in."""
         if not rows:
             return {}
-        places = {id(row): place for place, row in enumerate(self._batch.rows)}
-        cache = select(self._batch.cache, [places[id(row)] for row in rows])
-        return {id(row): _Seat(row, cache, place) for place, row in enumerate(rows)}
+        own = select(cache, places)
+        mx.async_eval(all_arrays(own))
+        return {id(row): _Seat(row, own, place) for place, row in enumerate(rows)}
+
+    def _move_together(self, left: Sequence[_Parked]) -> None:
+        """Have rows that still wait in caches that others have left move into smaller ones."""
+        for cache in {id(one.seat.cache): one.seat.cache for one in left if one.seat is not None}.values():
+            staying = [one for one in self._parked if one.seat is not None and one.seat.cache is cache]
+            seats = self._seats(cache, [one.row for one in staying], [one.seat.place for one in staying if one.seat])
+            self._parked = [replace(one, seat=seats.get(id(one.row), one.seat)) for one in self._parked]
 
     def _regrouping_is_due(self) -> bool:
         num_rows, num_live = len(self._batch.rows), self._num_live
@@ -315,6 +325,7 @@ class Play:
         """Hear the environments that are due; the seats of the rows that read on from where they are."""
         due = self._due()
         self._parked = [parked for parked in self._parked if parked not in due]
+        self._move_together(due)
         seats: list[_Seat] = []
         afresh: list[Row] = []
         for parked in due:

@@ -4,6 +4,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
+import mlx.core as mx
+
+from mlxrl.rollout.caches import all_arrays
 from mlxrl.rollout.decoder import Prefilled, Row
 
 Prompt = tuple[int, ...]
@@ -97,4 +100,6 @@ class PromptQueue:
         for prompt in dict.fromkeys(prompts):
             prefilled, place = self._kept.pop(prompt)
             if prompt in self._lines:  # alone, so that it does not hold those that were read with it
-                self._kept[prompt] = prefilled.select([place]), 0
+                alone = prefilled.select([place])
+                mx.async_eval(alone.logits, all_arrays(alone.cache))
+                self._kept[prompt] = alone, 0

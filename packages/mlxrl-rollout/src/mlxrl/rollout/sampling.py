@@ -43,7 +43,10 @@ class SamplingConfig:
         for name in ("temperature", "top_p", "min_p"):
             if not isinstance(getattr(self, name), Real) or isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}.")
-            object.__setattr__(self, name, float(getattr(self, name)))
+            try:
+                object.__setattr__(self, name, float(getattr(self, name)))
+            except OverflowError as error:
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}.") from error
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
@@ -59,6 +62,8 @@ class SamplingConfig:
             raise ValueError(f"min_p must be in [0, 1), got {self.min_p}.")
         if not is_whole(self.max_tokens) or self.max_tokens < 1:
             raise ValueError(f"max_tokens must be a whole number of at least 1, got {self.max_tokens}.")
+        for name in ("top_k", "max_tokens"):
+            object.__setattr__(self, name, int(getattr(self, name)))
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}.")
 
