@@ -168,7 +168,7 @@ class ChatEncoder:
 
     def _pieces(self, messages: Sequence[Message]) -> list[str]:
         """The template's text before, between and after the contents of these messages."""
-        shown: list[Message] = [{**message, "content": self._mark.format(i)} for i, message in enumerate(messages)]
+        shown = self._marked(messages)
         rest = self._render(shown)
         pieces = []
         for message in shown:
@@ -179,12 +179,15 @@ class ChatEncoder:
             pieces.append(piece)
         return [*pieces, rest]
 
+    def _marked(self, messages: Sequence[Message]) -> list[Message]:
+        return [{**message, "content": self._mark.format(i)} for i, message in enumerate(messages)]
+
     def _written(self, messages: Sequence[Message], pieces: Sequence[str], i: int) -> str:
         """The text of message `i > 0` as the template writes it between its pieces, which may strip or escape it.
 
         A text whose surroundings depend on it is taken as it is.
         """
-        shown: list[Message] = [{**message, "content": self._mark.format(j)} for j, message in enumerate(messages)]
+        shown = self._marked(messages)
         shown[i] = messages[i]
         _, _, rest = self._render(shown).partition(self._mark.format(i - 1))
         rest, _, _ = rest.partition(self._mark.format(i + 1))
