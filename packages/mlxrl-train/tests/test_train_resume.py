@@ -201,6 +201,13 @@ def test_a_checkpoint_that_was_never_finished_is_ignored(saved):
     assert len(rows(saved / "metrics.jsonl")) == 3
 
 
+def test_a_run_killed_between_its_last_save_and_dropping_the_oldest_drops_it_when_it_goes_on(saved):
+    names = sorted(path.name for path in (saved / "checkpoints").iterdir())
+    assert names == ["step-000001", "step-000002"]
+    resume(saved, {"checkpoint.keep": 1})  # nothing is left to do
+    assert [path.name for path in (saved / "checkpoints").iterdir()] == ["step-000002"]
+
+
 def flip(path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1

@@ -166,6 +166,9 @@ class RunFolder:
         folder = self.checkpoints / _name(state.step)
         write_folder(folder, fill)
         point_link(self.adapters, folder)
+        self._drop_oldest(state, config)
+
+    def _drop_oldest(self, state: RunState, config: TrainConfig) -> None:
         if not state.nonfinite_in_a_row:
             for old in self._saved()[: -config.checkpoint.keep]:
                 shutil.rmtree(old)
@@ -204,6 +207,7 @@ class RunFolder:
             if not saved and kept:
                 state.rollout_weights = kept[0]["weights"]
         write_text(self.config, config_toml(config))
+        self._drop_oldest(state, config)  # a run may be killed after its last save, before it did
         return state
 
     def _load(self, folder: Path, config: TrainConfig, model: nn.Module, optimizer: optim.Optimizer) -> RunState:
