@@ -323,24 +323,6 @@ def test_an_observation_is_written_as_the_template_writes_it(writing, text, role
 
 
 @pytest.mark.parametrize(
-    ("template", "strips"), [(LLAMA3, True), (GEMMA, True), (CHATML, False), (CHAT_TEMPLATE, False)]
-)
-@pytest.mark.parametrize("limit", [None, 3])
-def test_an_observation_is_stripped_where_the_template_strips(template, strips, limit):
-    encoder = encoder_of(template)
-    (whole,), (later,) = (
-        [text_of(encoder, encoded.token_ids)]
-        for encoded in (
-            encoder.opening(" \nyes\n ", max_content=None if limit is None else 7),
-            encoder.observation(" \nyes\n ", after_eos=True, max_content=None if limit is None else 7),
-        )
-    )
-    for text in (whole, later):
-        assert "yes" in text
-        assert (" \nyes\n " not in text) is strips
-
-
-@pytest.mark.parametrize(
     ("template", "template_kwargs", "rewrites"),
     [
         (CHAT_TEMPLATE, {}, False),

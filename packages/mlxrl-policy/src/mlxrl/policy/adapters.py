@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import blocks_of
-from mlxrl.policy.lora import LoRAConfig, adapters_of
+from mlxrl.policy.lora import LoRAConfig, adapters_of, check_fits
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 
@@ -67,17 +67,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         raise ModelError(
             f"adapter {folder} is of the kind {kind!r}, the policy has {own_kind!r}; set use_dora to the adapter's."
         )
-    if unknown := sorted(saved.keys() ^ here.keys()):
-        raise ModelError(
-            f"adapter {folder} fits another policy: {len(unknown)} tensors are on one side only, "
-            f"the first is {unknown[0]}; load the policy with the layers the adapter was trained on."
-        )
+    check_fits(f"adapter {folder}", saved, here)
     for name, value in saved.items():
-        if value.shape != here[name].shape:
-            raise ModelError(
-                f"adapter {folder} fits another policy: {name} has shape {value.shape}, "
-                f"the policy has {here[name].shape}; set `rank` to the adapter's."
-            )
         if not mx.all(mx.isfinite(value)):
             raise ModelError(f"adapter {folder} is broken: {name} is not finite; take an earlier checkpoint.")
     scales = {module.scale for _, module in model.named_modules() if "lora_a" in module}

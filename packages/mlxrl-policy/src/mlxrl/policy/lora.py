@@ -218,6 +218,21 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
         model.update_modules(tree_unflatten(adapters))
 
 
+def check_fits(adapter: str, values: Mapping[str, mx.array], own: Mapping[str, mx.array]) -> None:
+    """Raise ModelError where an adapter, called `adapter` in words, has other names or shapes than a policy's own."""
+    if unknown := sorted(values.keys() ^ own.keys()):
+        raise ModelError(
+            f"{adapter} fits another policy: {len(unknown)} tensors are on one side only, the first is {unknown[0]}; "
+            "load the policy with the layers the adapter was trained on."
+        )
+    for name, value in values.items():
+        if value.shape != own[name].shape:
+            raise ModelError(
+                f"{adapter} fits another policy: {name} has shape {value.shape}, the policy has {own[name].shape}; "
+                "set `rank` to the adapter's."
+            )
+
+
 @contextmanager
 def adapter_replaced(model: nn.Module, parameters: Mapping[str, mx.array]) -> Iterator[None]:
     """Within the context the policy has another adapter of the same shape: no second model, only other factors.
@@ -235,17 +250,7 @@ def adapter_replaced(model: nn.Module, parameters: Mapping[str, mx.array]) -> It
     own: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
     if not own:
         raise ModelError("the model has no adapter to replace; leave adapters_disabled first, or attach one.")
-    if unknown := sorted(parameters.keys() ^ own.keys()):
-        raise ModelError(
-            f"the adapter in parameters fits another policy: {len(unknown)} tensors are on one side only, the first is "
-            f"{unknown[0]}; give all that adapter_parameters gave."
-        )
-    for name, value in parameters.items():
-        if value.shape != own[name].shape:
-            raise ModelError(
-                f"the adapter in parameters fits another policy: {name} has shape {value.shape}, the policy has "
-                f"{own[name].shape}."
-            )
+    check_fits("the adapter in parameters", parameters, own)
     try:
         model.update(tree_unflatten(list(parameters.items())))
         yield
