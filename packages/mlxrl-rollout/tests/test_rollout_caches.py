@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList
 
 from mlxrl.rollout import SamplingConfig, decoder, group_requests
-from mlxrl.rollout.caches import RowsKVCache, WindowRowsKVCache, join, select
+from mlxrl.rollout.caches import RowsKVCache, WindowRowsKVCache, join, new_cache, select
 from mlxrl.rollout.decoder import reading_plan
 
 from .comparing import assert_same, engine_of
@@ -167,6 +167,25 @@ def test_rows_that_read_on_keep_their_room_and_others_only_what_is_written():
     for seed in range(1, size - 4 + 1):
         staying.read([1, 1], seed)
     assert staying.cache[0].keys.shape[2] == size  # no step had to grow
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_positions_are_one_array_for_all_layers_whatever_becomes_of_the_batch(lend, architecture):
+    model, _ = lend(architecture)
+    read = decoder.Reader(model)
+
+    def positions(cache):
+        (shared_B,) = {id(layer.offset): layer.offset for layer in cache if isinstance(layer, RowsKVCache)}.values()
+        return shared_B.tolist()
+
+    cache = new_cache(model, 2)
+    assert positions(cache) == [0, 0]
+    read(cache, [[1] * 300, [2] * 2])
+    assert positions(cache) == [300, 2]
+    cache = join([select(cache, [1, 0, 1]), read(new_cache(model, 1), [[3] * 4]).cache])
+    assert positions(cache) == [2, 300, 2, 4]
+    model(mx.array([[5]] * 4), cache=cache)
+    assert positions(cache) == [3, 301, 3, 5]
 
 
 @pytest.mark.parametrize("with_room", [False, True])

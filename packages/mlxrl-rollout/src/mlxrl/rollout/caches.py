@@ -1,12 +1,14 @@
 """The state that layers keep of what they have read, for several rows at once.
 
 mlx-lm's own batch caches do the work, whatever a layer keeps. Added is what rollouts need of keys and values: no mask
-where no row is padded, rows picked, repeated and put together without the host waiting for the device, and a sliding
-window that stays in the order of time, so that sums over it do not depend on the neighbours.
+where no row is padded, rows picked, repeated and put together without the host waiting for the device, positions that
+are computed once for all layers, and a sliding window that stays in the order of time, so that sums over it do not
+depend on the neighbours.
 """
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +33,8 @@ def new_cache(model: nn.Module, num_rows: int) -> Cache:
     for layer in layers[0]:
         if not hasattr(layer, "merge"):
             raise NotImplementedError(f"it keeps its state in a {type(layer).__name__}, which mlx-lm cannot batch")
-    return [_of_rows(rows[0].merge(rows), num_rows) for rows in zip(*layers, strict=True)]
+    no_padding = [0] * num_rows
+    return [_of_rows(rows[0].merge(rows), no_padding) for rows in zip(*layers, strict=True)]
 
 
 def select(cache: Cache, rows: Sequence[int], *, with_room: bool = False) -> Cache:
@@ -90,6 +93,41 @@ class RowBytes:
         return sum(size * int(min(num_tokens, most)) for size, most in self.shares)
 
 
+class OnceForAllLayers:
+    """A change of the rows' positions that all layers make one after another, computed for the first of them.
+
+    Layers whose positions are one array before the change have one array after it. Else a step would launch an addition
+    for each layer, a twentieth of its launches. No array is kept for being known here.
+    """
+
+    def __init__(self, change: Callable[..., mx.array]):
+        self._change = change
+        self._last: tuple[list[Callable[[], Any]], Callable[[], Any]] = [], lambda: None  # threads replace it as one
+
+    def __call__(self, *arguments: Any) -> mx.array:
+        known, changed = self._last
+        positions_B = changed()
+        if positions_B is None or not all(map(_is_same, known, arguments)):
+            positions_B = self._change(*arguments)
+            self._last = list(map(_reference, arguments)), _reference(positions_B)
+        return positions_B
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    return weakref.ref(value) if isinstance(value, mx.array) else lambda: value
+
+
+def _is_same(known: Callable[[], Any], value: Any) -> bool:
+    return known() is value or (type(value) is int and known() == value)
+
+
+_first_positions = OnceForAllLayers(lambda left_padding: -mx.array(left_padding))
+_advanced = OnceForAllLayers(lambda positions_B, num_tokens: positions_B + num_tokens)
+_without_padding = OnceForAllLayers(lambda positions_B, right_padding: positions_B - mx.array(right_padding))
+_chosen = OnceForAllLayers(lambda positions_B, rows: positions_B[rows])
+_joined = OnceForAllLayers(lambda positions_B, more_B: mx.concatenate([positions_B, more_B]))
+
+
 class RowsKVCache(BatchKVCache):
     """Keys and values of left-padded rows, whose padding the host knows too.
 
@@ -98,6 +136,7 @@ class RowsKVCache(BatchKVCache):
 
     def __init__(self, left_padding: list[int]):
         super().__init__(left_padding)
+        self.offset = _first_positions(left_padding)
         self.host_padding = left_padding
         self._host_right: list[int] | None = None
 
@@ -106,14 +145,22 @@ class RowsKVCache(BatchKVCache):
             return super().make_mask(N, return_array=return_array, window_size=window_size, **kwargs)
         return None if N == 1 else "causal"
 
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        positions_B = self.offset
+        seen = super().update_and_fetch(keys, values)  # its own sum is never computed
+        self.offset = _advanced(positions_B, keys.shape[2])
+        return seen
+
     def prepare(self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None) -> None:
         super().prepare(left_padding=left_padding, lengths=lengths, right_padding=right_padding)
         if self._right_padding is not None:
-            self._host_right = list(right_padding)
+            self._host_right = right_padding
 
     def finalize(self) -> None:
+        positions_B = self.offset
         super().finalize()
         if self._host_right is not None:
+            self.offset = _without_padding(positions_B, self._host_right)
             self.host_padding = [left + right for left, right in zip(self.host_padding, self._host_right, strict=True)]
             self._host_right = None
 
@@ -126,14 +173,16 @@ class RowsKVCache(BatchKVCache):
             self.keys = self.keys[:, :, needless:end][batch_indices]
             self.values = self.values[:, :, needless:end][batch_indices]
             self._idx -= needless
-        self.offset = self.offset[batch_indices]
+        self.offset = _chosen(self.offset, batch_indices)
         self.left_padding = self.left_padding[batch_indices] - needless
         self.host_padding = [left - needless for left in padding]
 
     def extend(self, other: "RowsKVCache") -> None:
         longest = max(self._idx, other._idx)
         padding = [longest - cache._idx + left for cache in (self, other) for left in cache.host_padding]
+        positions_B = self.offset
         super().extend(other)
+        self.offset = _joined(positions_B, other.offset)
         self.host_padding = padding
 
 
@@ -174,13 +223,13 @@ class WindowRowsKVCache(RowsKVCache):
         return max(0, self._idx - self.max_size + 1)
 
 
-def _of_rows(layer: Any, num_rows: int) -> Any:
+def _of_rows(layer: Any, left_padding: list[int]) -> Any:
     if isinstance(layer, CacheList):
-        layer.caches = tuple(_of_rows(inner, num_rows) for inner in layer.caches)
+        layer.caches = tuple(_of_rows(inner, left_padding) for inner in layer.caches)
     elif isinstance(layer, BatchRotatingKVCache):
-        return WindowRowsKVCache(layer.max_size, [0] * num_rows)
+        return WindowRowsKVCache(layer.max_size, left_padding)
     elif isinstance(layer, BatchKVCache):
-        return RowsKVCache([0] * num_rows)
+        return RowsKVCache(left_padding)
     elif isinstance(layer, ArraysCache):
         layer.left_padding = None
     return layer
