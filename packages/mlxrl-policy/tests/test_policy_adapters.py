@@ -13,6 +13,7 @@ from mlxrl.policy import (
     LoRAConfig,
     ModelError,
     adapter_parameters,
+    adapters_disabled,
     load_adapter,
     load_policy_with_lora,
     save_adapter,
@@ -126,6 +127,16 @@ def test_saving_again_replaces_the_files(saved, policy, tmp_path):
     assert mx.all(fresh.layers[0].self_attn.q_proj.lora_b == 1)
 
 
+def test_what_has_no_adapter_is_not_saved_over_one_that_was(saved, base, tmp_path):
+    model, folder = saved("qwen3")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with adapters_disabled(model), pytest.raises(ModelError, match=r"no block .*; leave adapters_disabled first"):
+        save_adapter(model, folder, CONFIG, ("self_attn.q_proj",))
+    with pytest.raises(ModelError, match=rf"no block of the model has an adapter to save in {tmp_path / 'new'};"):
+        save_adapter(base("qwen3"), tmp_path / "new", CONFIG, ())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def refused(model, folder, reason):
     """The adapter is refused for that reason, and the model is what it was."""
     before = {name: np.array(value) for name, value in leaves(model.parameters()).items()}
@@ -144,10 +155,10 @@ def test_a_missing_adapter_is_refused(policy, saved, tmp_path):
     refused(policy("qwen3"), folder, "adapters.safetensors cannot be read")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"lora_parameters": 3}'])
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[]", b"{}", b'{"lora_parameters": 3}'])
 def test_a_description_of_something_else_is_refused(policy, saved, text):
     _, folder = saved("qwen3")
-    (folder / "adapter_config.json").write_text(text)
+    (folder / "adapter_config.json").write_bytes(text)
     refused(policy("qwen3"), folder, "not valid JSON|no lora_parameters")
 
 

@@ -6,7 +6,7 @@ from mlx.utils import tree_flatten
 
 from mlxrl.policy import rows, score
 from mlxrl.policy.head_kernel import judged_by_kernel
-from mlxrl.policy.head_rows import chunks_with_slopes, judged
+from mlxrl.policy.head_rows import chunks_with_slopes, judged, recomputed_chunks
 from mlxrl.policy.rows import dequantized_once, dequantized_product
 
 
@@ -78,29 +78,47 @@ def test_scores_on_cuda_and_their_gradient_are_those_of_the_cpu(policy, tokens, 
         assert mx.linalg.norm(gpu_slopes[name] - slope) <= 1e-2 * mx.linalg.norm(slope), name
 
 
-def test_all_chunks_of_a_head_dequantize_it_once(monkeypatch):
-    mx.random.seed(0)
-    layer, hidden = nn.QuantizedLinear(64, 48, bias=False, group_size=32, bits=4), mx.random.normal((10, 64))
-    targets, temperature = mx.arange(10), mx.ones(10)
-    dequantized, plain = [], rows._dequantized
+@pytest.fixture
+def dequantized(monkeypatch) -> list:
+    """What was dequantized so far."""
+    calls, plain = [], rows._dequantized
 
     def counted(*args):
-        dequantized.append(args)
+        calls.append(args)
         return plain(*args)
 
     monkeypatch.setattr(rows, "_dequantized", counted)
+    return calls
+
+
+def with_slopes(head, *about):
+    return lambda x: chunks_with_slopes(head, 4, *about)(x)[0]
+
+
+def recomputed(head, *about):
+    return lambda x: recomputed_chunks(lambda _, rows, *about: judged(head(rows), *about)[:3], 4, *about)([], x)[0]
+
+
+@pytest.mark.parametrize(("chunks", "passes"), [(with_slopes, 1), (recomputed, 2)])
+def test_all_chunks_of_a_pass_dequantize_the_head_once(dequantized, chunks, passes):
+    mx.random.seed(0)
+    layer, hidden = nn.QuantizedLinear(64, 48, bias=False, group_size=32, bits=4), mx.random.normal((10, 64))
+    about = mx.arange(10), mx.ones(10)
 
     def run(head):
-        return mx.vjp(lambda x: chunks_with_slopes(head, 4, targets, temperature)(x)[0], [hidden], [mx.ones(10)])
+        return mx.vjp(chunks(head, *about), [hidden], [mx.ones(10)])
 
-    (got,), (slope,) = run(lambda x: dequantized_product(layer, x))
+    chunks(lambda x: dequantized_product(layer, x), *about)(hidden)  # without a gradient
     assert len(dequantized) == 1
+    dequantized.clear()
+    (got,), (slope,) = run(lambda x: dequantized_product(layer, x))
+    assert len(dequantized) == passes
     (expected,), (expected_slope,) = run(layer)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     np.testing.assert_allclose(slope, expected_slope, rtol=1e-4, atol=1e-5)
     dequantized_product(layer, hidden)  # outside nothing is held
     dequantized_product(layer, hidden)
-    assert len(dequantized) == 3
+    assert len(dequantized) == passes + 2
 
 
 def test_what_is_held_is_the_layers_own_in_its_type():

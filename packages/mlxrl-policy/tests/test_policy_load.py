@@ -69,6 +69,7 @@ def test_the_report_knows_what_context_the_model_was_made_for(folders, architect
 def test_a_config_may_tell_no_context():
     assert context_length({"model_type": "mamba"}) is None
     assert context_length({"text_config": None}) is None
+    assert context_length({"text_config": "none"}) is None
 
 
 def test_the_part_for_text_may_be_an_object_as_some_of_mlx_lms_models_keep_it():
@@ -182,9 +183,18 @@ def test_a_folder_without_config_is_no_model(tmp_path):
         find_model(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "reason"), [("{", "not valid JSON"), ('{"a": 1}', "no model_type")])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b'{"a": 1}', "no model_type"),
+        (b'["model_type"]', "no model_type"),
+        (b"3", "no model_type"),
+    ],
+)
 def test_a_config_that_describes_no_model_is_refused(tmp_path, text, reason):
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ModelError, match=reason):
         read_config(tmp_path)
 
@@ -196,6 +206,30 @@ def test_a_model_that_mlx_lm_cannot_load_is_refused_with_its_reason(folders, tmp
         load_policy_with_lora(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"cannot be loaded.*No safetensors"):
+        load_policy_with_lora(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (None, r"TypeError: .*missing 6 required positional arguments: 'hidden_size'"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+        ({"num_attention_heads": "4"}, "TypeError: "),
+        ({"num_hidden_layers": 3}, "ValueError: Missing 9 parameters"),
+        ({"hidden_size": 128}, r"ValueError: Expected shape \(101, 128\) but received shape \(101, 64\)"),
+        ({"quantization": {"group_size": 32}}, "KeyError: 'bits'"),
+        ({"quantization": [4]}, "TypeError: "),
+        ({"model_type": "base"}, "AttributeError: "),
+    ],
+)
+def test_a_config_that_is_broken_or_does_not_fit_the_weights_is_refused_with_the_reason(
+    folders, tmp_path, fields, reason
+):
+    shutil.copytree(folders("llama"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    config = {"model_type": "llama"} if fields is None else json.loads(file.read_text()) | fields
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"cannot be loaded; see whether config.json.* in {tmp_path} .*{reason}"):
         load_policy_with_lora(tmp_path)
 
 
@@ -226,6 +260,52 @@ def test_a_cache_that_holds_the_config_alone_is_not_taken_for_the_model(monkeypa
         find_model("somebody/planned")
     (snapshot / "model.safetensors").write_bytes(b"")
     assert find_model("somebody/planned") == snapshot
+
+
+def test_what_mlx_lm_would_not_download_is_not_missed_in_the_cache(monkeypatch, tmp_path):
+    offline(monkeypatch, tmp_path)
+    snapshot = cached_snapshot(tmp_path)
+    here, elsewhere = ("config.json", "model.safetensors", "tokenizer.json"), ("consolidated.safetensors", "en.model")
+    listing = {"format_version": 1, "files": {name: {"size": 2, "blob_id": "0"} for name in here + elsewhere}}
+    trees = snapshot.parents[1] / "trees"  # as the hub client keeps what files the repository has
+    trees.mkdir()
+    (trees / f"{snapshot.name}.json").write_text(json.dumps(listing))
+    for name in here:
+        (snapshot / name).write_text("{}")
+    assert find_model("somebody/planned") == snapshot
+    (snapshot / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="IncompleteSnapshotError"):
+        find_model("somebody/planned")
+
+
+def test_a_cache_that_lacks_a_shard_is_not_taken_for_the_model(monkeypatch, tmp_path):
+    offline(monkeypatch, tmp_path)
+    snapshot = cached_snapshot(tmp_path)
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / shards[0]).write_bytes(b"")
+    with pytest.raises(ModelError, match=f"the hub did not give it .{shards[1]} is missing.; check"):
+        find_model("somebody/planned")
+    (snapshot / shards[1]).write_bytes(b"")
+    assert find_model("somebody/planned") == snapshot
+
+
+def test_an_index_beside_weights_in_one_file_may_be_an_old_one(monkeypatch, tmp_path):
+    offline(monkeypatch, tmp_path)
+    snapshot = cached_snapshot(tmp_path)
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+        (snapshot / name).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    assert find_model("somebody/planned") == snapshot
+
+
+def test_a_cache_without_a_config_is_no_model_to_plan_for(monkeypatch, tmp_path):
+    offline(monkeypatch, tmp_path)
+    snapshot = cached_snapshot(tmp_path)
+    (snapshot / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        find_model("somebody/planned", config_only=True)
 
 
 def offline(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -1,3 +1,4 @@
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,6 +45,15 @@ def test_a_step_that_breaks_leaves_the_name_as_it_was(feed_forward):
     with pytest.raises(RuntimeError), lean_swiglu(feed_forward):
         raise RuntimeError
     assert qwen3.swiglu is swiglu
+
+
+def test_layers_of_a_module_that_has_no_name_are_scored_as_they_are(policy, tokens, mask, monkeypatch):
+    model = policy("qwen3")
+    expected = score(model, tokens, mask).logprobs
+    own = type("MLP", (qwen3.MLP,), {"__module__": "run_from_a_file"})  # as mlx-lm loads a model's own code
+    assert "run_from_a_file" not in sys.modules
+    model.layers[0].mlp.__class__ = own
+    assert mx.array_equal(score(model, tokens, mask).logprobs, expected)
 
 
 def test_layers_that_keep_less_have_the_same_gradient():

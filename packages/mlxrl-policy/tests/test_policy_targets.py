@@ -107,6 +107,23 @@ def test_dora_of_experts_is_refused_and_of_the_layers_beside_them_is_not(folders
     assert {type(module) for _, module in adapters_of(model)} == {DoRALinear}
 
 
+@pytest.mark.parametrize("bits", [3, 5, 6])
+def test_dora_of_layers_whose_weights_cross_words_is_refused_and_lora_is_not(folders, tokens, bits):
+    folder = folders("qwen3", bits=bits)
+    message = rf"use_dora has no form for layers of {bits} bits, and model.layers.0.mlp.down_proj is one; leave it out"
+    with pytest.raises(ModelError, match=message):
+        load_policy_with_lora(folder, LoRAConfig(use_dora=True))
+    model, _, report = load_policy_with_lora(folder)
+    assert report.quantization == f"{bits}-bit"
+    assert mx.isfinite(model(mx.array(tokens))).all()
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_dora_of_layers_whose_weights_fill_words_starts_as_the_base(policy, base, tokens, bits):
+    model = policy("qwen3", bits=bits, use_dora=True, trained=False)
+    np.testing.assert_allclose(model(mx.array(tokens)), base("qwen3", bits=bits)(mx.array(tokens)), atol=1e-4)
+
+
 def test_dora_trains_a_magnitude_for_each_output(folders):
     model: Any
     model, _, report = load_policy_with_lora(folders("qwen3"), LoRAConfig(rank=4, use_dora=True))

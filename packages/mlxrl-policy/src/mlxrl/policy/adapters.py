@@ -28,12 +28,18 @@ def save_adapter(model: nn.Module, folder: str | Path, config: LoRAConfig, keys:
         folder: an existing or new folder; files of the same names are replaced.
         config: what the adapter was built with.
         keys: names of the adapted layers, as `PolicyReport.target_keys` has them.
+
+    Raises:
+        ModelError: no block of the model has an adapter, as within `adapters_disabled`. Nothing is written then.
     """
-    folder = Path(folder)
+    folder, blocks = Path(folder), blocks_of(model)
+    first = next((i for i, block in enumerate(blocks) if any(adapters_of(block))), None)
+    if first is None:
+        raise ModelError(
+            f"no block of the model has an adapter to save in {folder}; leave adapters_disabled first, or attach one."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / WEIGHTS), adapter_parameters(model), metadata={"format": "mlx"})
-    blocks = blocks_of(model)
-    first = next(i for i, block in enumerate(blocks) if any(adapters_of(block)))
     description = {
         "fine_tune_type": _kind(config.use_dora),
         "num_layers": len(blocks) - first,  # mlx-lm adapts the last so many
@@ -91,7 +97,7 @@ def _read_config(path: Path) -> dict:
         description = json.loads(path.read_text())
     except OSError as error:
         raise ModelError(f"adapter file {path} is missing or unreadable; name a folder that holds {CONFIG}.") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise ModelError(f"adapter file {path} is not valid JSON: {error}.") from error
     if not isinstance(description, dict) or not isinstance(description.get("lora_parameters"), dict):
         raise ModelError(f"adapter file {path} has no lora_parameters; it does not describe a LoRA adapter.")

@@ -57,6 +57,7 @@ def recomputed_chunks(
     cuts = list(range(size, targets_M.size, size))
     targets, temperatures = mx.split(targets_M, cuts), mx.split(temperature_M, cuts)
 
+    @dequantized_once()
     def forward(parameters: list[mx.array], hidden_M_D: mx.array) -> Results:
         results: list[Results] = []
         for hidden_C_D, *about in zip(mx.split(hidden_M_D, cuts), targets, temperatures, strict=True):
@@ -66,6 +67,7 @@ def recomputed_chunks(
         logprobs_M, entropy_M, is_top_M = (mx.concatenate(list(parts)) for parts in zip(*results, strict=True))
         return logprobs_M, entropy_M, is_top_M
 
+    @dequantized_once()
     def backward(
         primals: tuple[list[mx.array], mx.array], cotangents: Results, outputs: Results
     ) -> tuple[list[mx.array], mx.array]:

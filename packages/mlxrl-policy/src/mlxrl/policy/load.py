@@ -10,6 +10,7 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlxrl.policy.checkpointing import checkpoint_blocks
 from mlxrl.policy.column_major import lay_out_by_columns
@@ -19,8 +20,6 @@ from mlxrl.policy.lora import LoRAConfig, PolicyReport, attach_lora, describe, r
 from mlxrl.policy.rows import flatten_quantized_rows
 
 _registered: dict[str, Path] = {}
-
-MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
 
 
 def load_policy_with_lora(
@@ -47,8 +46,11 @@ def load_policy_with_lora(
     fields = read_config(folder)
     try:
         model, tokenizer, *_ = mlx_lm.load(str(folder))
-    except (ValueError, OSError, RuntimeError, KeyError) as error:
-        raise ModelError(f"model_id {str(model_id)!r} was found but cannot be loaded: {error}") from error
+    except Exception as error:  # whatever mlx-lm meets in a config, weights or tokenizer that are broken or do not fit
+        raise ModelError(
+            f"model_id {str(model_id)!r} was found but cannot be loaded; see whether config.json, weights and "
+            f"tokenizer in {folder} are whole and of one model. mlx-lm says {type(error).__name__}: {error}"
+        ) from error
     refuse_unscorable(model)
     if mx.default_device().type == mx.cpu:
         model.set_dtype(mx.float32)
@@ -80,7 +82,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
         config: the fields of its config.json, or those that mlx-lm keeps of them (`vars(model.args)`).
     """
     text: Any = config.get("text_config") or {}
-    of_text = text if isinstance(text, Mapping) else vars(text)
+    of_text = text if isinstance(text, Mapping) else getattr(text, "__dict__", {})
     return config.get("max_position_embeddings") or of_text.get("max_position_embeddings")
 
 
@@ -111,20 +113,39 @@ def find_model(model_id: str | Path, *, config_only: bool = False) -> Path:
     name = str(model_id)
     if name.count("/") != 1 or name.startswith((".", "~", "/")):
         raise ModelError(f"model_id {name!r} is no folder, and no hub name like 'mlx-community/Qwen3-0.6B-4bit'.")
-    patterns = ["config.json"] if config_only else MODEL_FILES
-    reason = "it has no *.safetensors"
+    # wider patterns than mlx-lm's would miss files in the cache that it did not fetch
+    patterns = ["config.json"] if config_only else DEFAULT_ALLOW_PATTERNS
+    reason = ""
     for cached in (True, False):
         try:
             folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=cached))
+            missing = _missing_file(folder, config_only=config_only)
         except Exception as error:  # whatever the hub client raises: not cached, no network, no access, no such model
             reason = type(error).__name__
             continue
-        if config_only or any(folder.glob("*.safetensors")):  # the cache may hold the config alone
+        if missing is None:
             return folder
+        reason = f"{missing} is missing"
     raise ModelError(
         f"model_id {name!r} is neither a local folder nor in the hub cache, and the hub did not give it "
         f"({reason}); check the name and the network, or name a local folder."
     )
+
+
+def _missing_file(folder: Path, *, config_only: bool) -> str | None:
+    """A file that a snapshot lacks: other programs, and downloads that were cut short, leave parts in the cache."""
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    if config_only:
+        return None
+    found = {path.name for path in folder.glob("model*.safetensors")}  # as mlx-lm looks for them
+    if not found:
+        return "model*.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if "model.safetensors" in found or not index.is_file():
+        return None
+    shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return min(set(shards.values()) - found, default=None)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -135,8 +156,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((folder / "config.json").read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise ModelError(f"{folder / 'config.json'} is not valid JSON: {error}.") from error
-    if "model_type" not in config:
+    if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"{folder / 'config.json'} has no model_type; it does not describe a language model.")
     return config

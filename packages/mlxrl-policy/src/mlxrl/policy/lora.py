@@ -121,8 +121,8 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
 
     Raises:
         ModelError: the model carries adapters already, is of an architecture that cannot be trained, `config` names
-            layers that it does not have, or asks for DoRA on layers of experts; or the model without its adapters is
-            not the base.
+            layers that it does not have, or asks for DoRA on layers of experts or of 3, 5 or 6 bits; or the model
+            without its adapters is not the base.
     """
     if any(adapters_of(model)):
         raise ModelError("the model already carries LoRA layers; load it again before attaching new ones.")
@@ -134,12 +134,8 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     if not hasattr(model, "_no_grad"):  # recurrent_gemma does not initialise its outermost module
         nn.Module.__init__(model)
     layers, keys = select_layers(model, config.targets, config.last_layers)
-    experts = sorted(path for path, layer in layers.items() if isinstance(layer, EXPERT_TYPES))
-    if config.use_dora and experts:
-        raise ModelError(
-            f"use_dora has no form for layers of experts, and {experts[0]} is one; leave it out, or set targets to "
-            "other layers, e.g. ['self_attn']."
-        )
+    if config.use_dora:
+        _check_dora(layers)
     base: dict[str, Any] = dict(tree_flatten(model.parameters()))
     mx.random.seed(config.seed)  # mlx-lm draws lora_a from the global state
     parameters = {"rank": config.rank, "scale": config.factor, "dropout": config.dropout, "keys": keys}
@@ -156,6 +152,21 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     if differ := [name for name in sorted(base | reference) if base.get(name) is not reference.get(name)]:
         raise ModelError(f"without its adapters the model is not its base: {differ[0]} differs; adapt other layers.")
     return keys
+
+
+def _check_dora(layers: Mapping[str, nn.Module]) -> None:
+    for path, layer in sorted(layers.items()):
+        if isinstance(layer, EXPERT_TYPES):
+            raise ModelError(
+                f"use_dora has no form for layers of experts, and {path} is one; leave it out, or set targets to "
+                "other layers, e.g. ['self_attn']."
+            )
+        # mlx-lm reckons a packed layer's inputs as if 32 bits held a whole number of weights
+        if isinstance(layer, nn.QuantizedLinear) and 32 % layer.bits:
+            raise ModelError(
+                f"use_dora has no form for layers of {layer.bits} bits, and {path} is one; leave it out, or take a "
+                "model of 4 or 8 bits."
+            )
 
 
 def refuse_unscorable(model: nn.Module) -> None:

@@ -16,8 +16,7 @@ from mlxrl.policy.shared_prefix import plan_reading, read, shares_prefixes
 
 # Logits that one chunk of the head may hold, and positions that it has at least: 2^22 float32 values are 16 MiB, and
 # with a gradient some six arrays of that size live at a time, of two chunks or more. A large vocabulary still gets
-# positions enough to keep its products busy; on CUDA, each chunk dequantizes the head. The CPU computes value by value:
-# there small chunks cost no time.
+# positions enough to keep its products busy. The CPU computes value by value: there small chunks cost no time.
 CHUNK = 2**22, 128
 CUDA_CHUNK = 2**25, 256
 CPU_CHUNK = 2**19, 16

@@ -16,8 +16,11 @@ from mlx_lm.models.activations import swiglu
 
 @contextmanager
 def lean_swiglu(module: nn.Module) -> Iterator[None]:
-    """Within the context `swiglu` of mlx-lm keeps its inputs alone in `module`'s layers; values stay as they are."""
-    sources: list[Any] = [sys.modules[name] for name in {type(layer).__module__ for layer in module.modules()}]
+    """Within the context `swiglu` of mlx-lm keeps its inputs alone in `module`'s layers; values stay as they are.
+
+    A layer whose class is of a module that was loaded without its name in `sys.modules` keeps what it kept.
+    """
+    sources: list[Any] = [sys.modules.get(name) for name in {type(layer).__module__ for layer in module.modules()}]
     users = [source for source in sources if getattr(source, "swiglu", None) is swiglu]
     for source in users:
         source.swiglu = _lean
