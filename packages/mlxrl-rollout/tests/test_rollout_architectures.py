@@ -229,7 +229,7 @@ def test_a_known_fault_of_batches_is_still_there(name, monkeypatch):
     monkeypatch.delitem(audit.ROW_BY_ROW, name)
     model, sampling = build(name), SamplingConfig(temperature=TEMPERATURE, max_tokens=8)
     engine = Engine(model, TOKENIZER, sampling, width=WIDTH, use_chat_template=False)
-    assert engine.width == 1 or largest_distance(engine) > 1e-2
+    assert engine.width == 1 or not largest_distance(engine) <= 1e-2
 
 
 def largest_distance(engine):
@@ -242,7 +242,7 @@ def largest_distance(engine):
             assert len(trajectory.turns) == len(trajectory.task)
             (segment,) = trajectory.segments
             distances.append(distance(engine.model, segment))
-    return max(distances)
+    return np.max(distances)  # max may pass over a NaN
 
 
 def distance(model, segment):

@@ -86,7 +86,7 @@ def encoder_of(template, *, more_control=(), **template_kwargs):
     return ChatEncoder(TokenizerWrapper(tokenizer), template_kwargs=template_kwargs)
 
 
-def prefixing_encoder(prefixes, end="", *, byte_fallback=True, strips=False):
+def prefixing_encoder(prefixes, end="", *, byte_fallback=True, strips=False, more_merges=()):
     """An encoder whose tokenizer puts a ▁ before a text that begins without a space, as SentencePiece does.
 
     Args:
@@ -95,10 +95,12 @@ def prefixing_encoder(prefixes, end="", *, byte_fallback=True, strips=False):
         end: what the template writes after an answer.
         byte_fallback: whether an unknown character is its bytes, or else one unknown token with its neighbours.
         strips: whether the end token takes whitespace around it.
+        more_merges: pairs of tokens that become one.
     """
     characters = [chr(code) for code in range(33, 127)]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *characters]
-    merges = []
+    merges = list(more_merges)
+    tokens += ["".join(pair) for pair in merges]
     for word in ("▁what", "▁hello", "▁world", "▁[INST]", "▁[/INST]", "</", "▁</"):
         for i in range(1, len(word)):
             merges.append((word[:i], word[i]))
@@ -599,7 +601,8 @@ def test_a_role_of_the_templates_own_is_taken():
 
 def splitting_tokenizer(kind):
     """A byte-pair tokenizer with tokens of many characters: "qwen", which splits texts as that family does, or
-    "metaspace", which splits them before spaces, or "unsplit", to which a text is one word."""
+    "metaspace", which splits them before spaces, or "unsplit", to which a text is one word. Others put a ▁ before a
+    text: "always" and "prepend", whose tokens hold one word each, and "over words", with tokens of several."""
     tokenizer = Tokenizer(models.BPE(unk_token="?"))
     alphabet = ["?", *pre_tokenizers.ByteLevel.alphabet()]
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -611,11 +614,17 @@ def splitting_tokenizer(kind):
         tokenizer.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(Regex(words), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
-    elif kind == "metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    elif kind != "unsplit":
+        scheme = "never" if kind == "metaspace" else "always"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=kind != "over words")
     texts = ["aaaaaaaa  bbb\n\n\n ab ba aab <|im_e", "abababab    aa"] * 3
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    if kind == "always":  # as those of SentencePiece: texts are split by no more than what the vocabulary knows
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    elif kind == "prepend":
+        tokenizer.pre_tokenizer = None
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("<call>", lstrip=True), AddedToken("<|im", rstrip=True)])
     tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="?")
@@ -623,14 +632,15 @@ def splitting_tokenizer(kind):
     return fast
 
 
-SPLITTING = {kind: splitting_tokenizer(kind) for kind in ("qwen", "metaspace", "unsplit")}
+KINDS = ("qwen", "metaspace", "unsplit", "always", "prepend", "over words")
+SPLITTING = {kind: splitting_tokenizer(kind) for kind in KINDS}
 SPELLED = ["a", "b", "ab", "aaa", "'s", " ", "  ", "\n", "e\u0301", "\u0301", "é", "7", "!", "\t"]
 SPELLED += ["<think>", "<call>", "<|im", "<|im_end|>", "<", "|>"]
 
 
 @settings(deadline=None)
 @given(
-    kind=st.sampled_from(["qwen", "metaspace", "unsplit"]),
+    kind=st.sampled_from(KINDS),
     parts=st.lists(st.tuples(st.sampled_from(SPELLED), st.integers(1, 30)), min_size=1, max_size=30),
     limit=st.integers(1, 30),
 )
@@ -648,7 +658,20 @@ def test_cutting_a_long_text_before_it_is_encoded_changes_no_token(kind, parts, 
     assert encoded(1) == encoded(10**9)
 
 
-@pytest.mark.parametrize("kind", ["qwen", "metaspace"])
+def test_a_text_is_not_cut_inside_a_token_that_holds_words(monkeypatch):
+    word, tail = "abcdefghijkl", "▁z"
+    merges = [("▁", "z")]
+    for character in reversed(word):  # from its end, so that a word without the next one is single characters
+        merges.append((character, tail))
+        tail = character + tail
+    encoder = prefixing_encoder("prepend", more_merges=merges)
+    monkeypatch.setattr(pieces, "CHARACTERS", 1)
+    encoded = encoder.observation(f"{word} z " * 20 + "y " * 20, after_eos=True, max_content=3)
+    own = [token for token, own in zip(encoded.token_ids, encoded.content, strict=True) if own]
+    assert tokens_of(encoder, own) == [f"{word}▁z", "▁", f"{word}▁z"]
+
+
+@pytest.mark.parametrize("kind", ["qwen", "metaspace", "always", "prepend"])
 def test_of_a_book_no_more_is_encoded_than_decides_what_is_kept(kind, monkeypatch):
     encoder = ChatEncoder(TokenizerWrapper(SPLITTING[kind]))
     read, encode = [], PreTrainedTokenizerFast._encode_plus

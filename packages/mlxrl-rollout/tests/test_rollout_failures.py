@@ -9,7 +9,9 @@ import pytest
 
 from mlxrl.env import StepResult, StopReason
 from mlxrl.policy.testing import character_tokenizer
-from mlxrl.rollout import Engine, SamplingConfig, group_requests
+from mlxrl.rollout import Engine, SamplingConfig, group_requests, naive_rollout
+
+from .comparing import assert_same
 
 SAMPLING = SamplingConfig(max_tokens=4)
 
@@ -335,6 +337,19 @@ def test_an_environment_given_to_several_episodes_fails_them_all_and_no_other(le
         else:
             assert not one.failed
             np.testing.assert_array_equal(one.segments[0].token_ids, other.segments[0].token_ids)
+
+
+def test_an_environment_given_to_several_episodes_fails_those_of_the_plain_rollout_too(lend):
+    model, tokenizer = lend("qwen3")
+    engine = Engine(model, tokenizer, SAMPLING, env_timeout=None)  # in threads either of two may be the first
+
+    def requests():
+        shared = Steady()
+        return group_requests(range(3), lambda task, *_: shared if task == 1 else Steady(), group_size=2)
+
+    plain = naive_rollout(model, tokenizer, requests(), engine.limits)
+    assert [t.stop_reason == StopReason.env_error for t in plain] == [False, False, True, True, False, False]
+    assert_same(plain, engine.rollout(requests()))
 
 
 @pytest.mark.parametrize(

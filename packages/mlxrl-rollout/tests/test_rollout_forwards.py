@@ -12,11 +12,13 @@ from mlxrl.env import Task
 from mlxrl.rollout import (
     Role,
     SamplingConfig,
+    decoder,
     generate_agentic_trajectories,
     group_requests,
     single_turn_environment,
 )
 from mlxrl.rollout.audit import audit
+from mlxrl.rollout.caches import new_cache
 
 from .comparing import engine_of
 from .environments import Chatter, chatter, converse
@@ -105,6 +107,26 @@ def test_each_distinct_prompt_is_read_once(lend, width, in_turn, forwards):
     assert engine.stats.prefill_forwards == forwards  # of those that begin together, two share a pass
     # the template is <|user|>, <|end|> and <|assistant|>, and a character is a token
     assert engine.stats.prefill_tokens == sum(len(prompt) + 3 for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize(("most", "forwards"), [(43, 1), (42, 2), (9, 5)])
+def test_a_long_prompt_costs_a_pass_for_each_piece(lend, monkeypatch, most, forwards):
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", most)
+    engine = engine_of(lend("qwen3"), SamplingConfig(max_tokens=1))
+    engine.rollout(group_requests([Task("x" * 40)], single_turn_environment, group_size=2))
+    assert (engine.stats.prefill_forwards, engine.stats.prefill_tokens) == (forwards, 43)
+
+
+def test_the_time_that_reading_takes_is_told(lend, monkeypatch):
+    policy, clock = lend("qwen3"), decoder.DeviceClock()
+    engine = engine_of(policy, SamplingConfig(max_tokens=1))
+    engine.rollout(group_requests([Task("x" * 40)], single_turn_environment, group_size=2))
+    assert engine.stats.decode_forwards == 0
+    assert 0 < engine.stats.launch_seconds < engine.stats.seconds - engine.stats.device_seconds
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 9)
+    decoder.Reader(policy[0], clock)(new_cache(policy[0], 1), [[1] * 43])
+    assert clock.launch_seconds > 0
+    assert clock.wait_seconds > 0
 
 
 def test_a_turn_reads_its_new_tokens_only(scripted):

@@ -1,6 +1,7 @@
 """Bytes: the bound of the rows' caches, and that rollouts leave nothing behind."""
 
 import gc
+import io
 import string
 import threading
 from dataclasses import replace
@@ -10,11 +11,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxrl.policy.testing import character_tokenizer
 from mlxrl.rollout import SamplingConfig, group_requests
+from mlxrl.rollout.caches import all_arrays
 from mlxrl.rollout.decoder import DecodeBatch, Row
 from mlxrl.rollout.play import Play, Room
 
+from .architectures import build
 from .comparing import assert_same, engine_of
 from .environments import Chatter
 
@@ -139,22 +144,49 @@ def test_few_prompts_are_kept_in_whatever_order_rows_come(lend, deterministic):
     assert engine.stats.peak_cache_bytes <= 6 * row  # those of the bound, buffers half filled, and no more prompts
 
 
-def active_after_steps(work):
-    """Bytes that are held after each decode step of some work, beyond what was held before."""
-    mx.synchronize()
-    before, step = mx.get_active_memory(), DecodeBatch.step
-    active: list[int] = []
+def after_steps(work, measure):
+    """What measures of the batch after each decode step of some work."""
+    step, measured = DecodeBatch.step, []
 
-    def measured(batch):
+    def and_measure(batch):
         draws = step(batch)
-        mx.synchronize()
-        active.append(mx.get_active_memory() - before)
+        measured.append(measure(batch))
         return draws
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeBatch, "step", measured)
+        patch.setattr(DecodeBatch, "step", and_measure)
         work()
-    return active
+    return measured
+
+
+def active_after_steps(work):
+    """Bytes that are held after each decode step of some work, beyond what was held before."""
+
+    def active(_=None):
+        mx.synchronize()
+        return mx.get_active_memory()
+
+    before = active()
+    return [held - before for held in after_steps(work, active)]
+
+
+def put_off(batch):
+    """Operations that what a batch keeps depends on, and that nobody has computed yet."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *all_arrays(batch.cache))
+    return graph.getvalue().count("->")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5", "nemotron_h"])
+def test_nothing_is_put_off_for_longer_than_a_step(architecture, deterministic):
+    tokenizer = TokenizerWrapper(character_tokenizer(), eos_token_ids=list(range(1, 101, 10)))
+    sampling = SamplingConfig(temperature=1, max_tokens=40)
+    engine = engine_of((build(architecture), tokenizer), sampling, width=3, deterministic=deterministic)
+    requests = group_requests(range(1, 13), lambda task, *_: Chatter(1 + task // 10, "x" * task), group_size=2)
+    pending = after_steps(lambda: engine.rollout(requests), put_off)
+    assert len(pending) > 60
+    assert max(pending) == 0
 
 
 class Together(Chatter):

@@ -155,12 +155,32 @@ def test_an_environment_that_would_end_the_process_ends_its_row(lend, undisturbe
     assert_same([trajectories[i] for i in (0, 2, 3)], [undisturbed[i] for i in (0, 2, 3)], 1e-5)
 
 
-def test_an_interrupt_in_this_thread_is_not_swallowed(lend):
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(("where", "turn"), [("reset", 0), ("step", 0), ("state_id", 1), ("step", 2), ("close", 3)])
+def test_an_interrupt_in_this_thread_is_heard_before_anyone_is_asked_more(lend, where, turn, deterministic):
+    asked = []
+
     def interrupt():
+        asked.clear()
         raise KeyboardInterrupt
 
+    class Closing(Meddled):
+        def close(self):
+            self.meddle("close", len(self.answers))
+
+    def factory(row, seed, member):
+        def meddle(method, now):
+            asked.append((row, method))
+            if row == 0:
+                at(where, turn, interrupt)(method, now)
+
+        return Closing(meddle)
+
+    engine = engine_of(lend("qwen3"), SAMPLING, env_timeout=None, deterministic=deterministic)
     with pytest.raises(KeyboardInterrupt):
-        play(lend, lambda row: at("step", 1, interrupt), env_timeout=None)
+        engine.rollout(group_requests(range(4), factory, group_size=1))
+    assert {method for _, method in asked} <= {"close"}
+    assert len(set(asked)) == len(asked)  # nobody twice
 
 
 def test_an_environment_is_always_asked_in_one_thread(lend):

@@ -63,8 +63,12 @@ def join(caches: Sequence[Cache]) -> Cache:
 
 
 def loose_arrays(cache: Cache) -> list[mx.array]:
-    """The arrays that a step's result may not depend on: left alone, their graphs would grow from step to step."""
-    states = [layer.state for layer in cache if not isinstance(layer, RowsKVCache)]
+    """The arrays that a step's result may not depend on: left alone, their graphs would grow from step to step.
+
+    Of keys and values it depends on all but the positions, which no layer of some models asks for.
+    """
+    positions = {id(layer.offset): layer.offset for layer in cache if isinstance(layer, RowsKVCache)}
+    states = [*positions.values(), *(layer.state for layer in cache if not isinstance(layer, RowsKVCache))]
     return [value for _, value in tree_flatten(states) if isinstance(value, mx.array)]
 
 
@@ -137,7 +141,7 @@ class RowsKVCache(BatchKVCache):
     def __init__(self, left_padding: list[int]):
         super().__init__(left_padding)
         self.offset = _first_positions(left_padding)
-        self.host_padding = left_padding
+        self._pad(left_padding)
         self._host_right: list[int] | None = None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **kwargs: Any) -> Any:
@@ -161,7 +165,7 @@ class RowsKVCache(BatchKVCache):
         super().finalize()
         if self._host_right is not None:
             self.offset = _without_padding(positions_B, self._host_right)
-            self.host_padding = [left + right for left, right in zip(self.host_padding, self._host_right, strict=True)]
+            self._pad([left + right for left, right in zip(self.host_padding, self._host_right, strict=True)])
             self._host_right = None
 
     def filter(self, batch_indices: mx.array, *, with_room: bool = False) -> None:
@@ -174,8 +178,7 @@ class RowsKVCache(BatchKVCache):
             self.values = self.values[:, :, needless:end][batch_indices]
             self._idx -= needless
         self.offset = _chosen(self.offset, batch_indices)
-        self.left_padding = self.left_padding[batch_indices] - needless
-        self.host_padding = [left - needless for left in padding]
+        self._pad([left - needless for left in padding])
 
     def extend(self, other: "RowsKVCache") -> None:
         longest = max(self._idx, other._idx)
@@ -183,7 +186,11 @@ class RowsKVCache(BatchKVCache):
         positions_B = self.offset
         super().extend(other)
         self.offset = _joined(positions_B, other.offset)
-        self.host_padding = padding
+        self._pad(padding)
+
+    def _pad(self, padding: list[int]) -> None:
+        """Rows are padded so from now on; the device is given the numbers, not a sum that no mask may ever ask for."""
+        self.host_padding, self.left_padding = padding, mx.array(padding, dtype=mx.int32)
 
 
 class WindowRowsKVCache(RowsKVCache):
@@ -203,8 +210,7 @@ class WindowRowsKVCache(RowsKVCache):
         if start >= self.step:
             self.keys, self.values = self.keys[:, :, start:], self.values[:, :, start:]
             self._idx -= start
-            self.left_padding = mx.maximum(self.left_padding - start, 0)
-            self.host_padding = [max(left - start, 0) for left in self.host_padding]
+            self._pad([max(left - start, 0) for left in self.host_padding])
         return seen
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **kwargs: Any) -> Any:

@@ -66,12 +66,38 @@ class Prefilled(NamedTuple):
         return Prefilled(select(self.cache, rows), self.logits[mx.array(list(rows))])
 
 
-class Reader:
-    """Reads tokens into caches; the head runs on the last token of each row alone."""
+@dataclass
+class DeviceClock:
+    """Hands arrays to the device and waits for them, and sums up how long the host takes for the one and the other."""
 
-    def __init__(self, model: nn.Module):
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    def launch(self, *arrays: Any) -> None:
+        """Have arrays, or lists of them, computed; the host does not wait."""
+        begin = time.perf_counter()
+        mx.async_eval(*arrays)
+        self.launch_seconds += time.perf_counter() - begin
+
+    def wait(self, *arrays: Any) -> None:
+        """Wait for arrays that were launched."""
+        begin = time.perf_counter()
+        mx.eval(*arrays)
+        self.wait_seconds += time.perf_counter() - begin
+
+
+class Reader:
+    """Reads tokens into caches; the head runs on the last token of each row alone.
+
+    Attributes:
+        num_forwards: forward passes so far; a text that is read in pieces takes one a piece.
+    """
+
+    def __init__(self, model: nn.Module, clock: DeviceClock | None = None):
         halves = split_head(model)
         self._trunk, self._head = halves if halves is not None else (model, None)
+        self._clock = clock or DeviceClock()
+        self.num_forwards = 0
 
     def __call__(self, cache: Cache, token_ids: Sequence[Sequence[int]]) -> Prefilled:
         """Read on in every row.
@@ -92,18 +118,23 @@ class Reader:
         padded: Any = [[*row, *[0] * pad] for row, pad in zip(token_ids, padding, strict=True)]
         tokens_B_T, start = mx.array(padded, dtype=mx.int32), 0
         while longest - start > PREFILL_TOKENS:  # one long row: `reading_plan` never puts several together
-            hidden = self._trunk(tokens_B_T[:, start : start + PREFILL_TOKENS], cache=cache)
-            mx.eval(hidden, loose_arrays(cache))  # one piece's activations at a time
+            piece = self._read(tokens_B_T[:, start : start + PREFILL_TOKENS], cache), loose_arrays(cache)
+            self._clock.launch(*piece)
+            self._clock.wait(*piece)  # one piece's activations at a time
             start += PREFILL_TOKENS
-        hidden_B_T_D = self._trunk(tokens_B_T[:, start:], cache=cache)
+        hidden_B_T_D = self._read(tokens_B_T[:, start:], cache)
         if any(padding):
             for layer in cache:
                 layer.finalize()
         ends_B = mx.array(lengths) - start - 1
         last_B_D = hidden_B_T_D[mx.arange(len(lengths)), ends_B]
         logits_B_V = last_B_D if self._head is None else self._head(last_B_D)
-        mx.async_eval(logits_B_V, loose_arrays(cache))
+        self._clock.launch(logits_B_V, loose_arrays(cache))
         return Prefilled(cache, logits_B_V)
+
+    def _read(self, tokens_B_T: mx.array, cache: Cache) -> mx.array:
+        self.num_forwards += 1
+        return self._trunk(tokens_B_T, cache=cache)
 
 
 def reading_plan(lengths: Sequence[int], *, ragged: bool) -> list[list[int]]:
@@ -134,8 +165,8 @@ class DecodeBatch:
 
     model: nn.Module
     rows: list[Row] = field(default_factory=list)
+    clock: DeviceClock = field(default_factory=DeviceClock)
     num_steps: int = 0
-    launch_seconds: float = 0.0
     cache: Cache = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -148,9 +179,7 @@ class DecodeBatch:
         self._drawing = self._drawing or drawing([row.episode.sampling for row in self.rows])
         logits_B_V = self.model(self._inputs_B[:, None], cache=self.cache)[:, -1]
         tokens_B, logprobs_B = self._drawing(logits_B_V, self._keys_B_2, self._positions_B)
-        begin = time.perf_counter()
-        mx.async_eval(tokens_B, logprobs_B, loose_arrays(self.cache))
-        self.launch_seconds += time.perf_counter() - begin
+        self.clock.launch(tokens_B, logprobs_B, loose_arrays(self.cache))
         self._inputs_B, self._positions_B = tokens_B, self._positions_B + 1
         for row in self.rows:
             if not row.ended:  # what an ended row reads and draws from now on is nobody's
@@ -182,7 +211,7 @@ class DecodeBatch:
             self.cache = join([*([self.cache] if self.rows else []), *(prefilled.cache for _, prefilled in joining)])
             self.rows = [*self.rows, *new]
             self._inputs_B = mx.concatenate([self._inputs_B, draws.tokens])
-            mx.async_eval(draws.tokens, draws.logprobs, loose_arrays(self.cache))
+            self.clock.launch(draws.tokens, draws.logprobs, loose_arrays(self.cache))
         self._keys_B_2, self._positions_B = _keys_and_positions(self.rows)
         self._drawing = None
         return draws

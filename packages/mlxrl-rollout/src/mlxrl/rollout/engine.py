@@ -60,7 +60,8 @@ class Engine:
             wait where they would not fit, but one and its prompt always do. Buffers grow by 256 tokens, and while rows
             change places old and new ones exist. None: no bound.
         weights: what is sampled from: "shared" (the model itself, the adapter beside its base) or "merged" (a
-            float16 copy with the adapter merged into it, renewed whenever the adapter has changed).
+            dense copy with the adapter merged into it, float16 of a 16-bit model, renewed whenever the adapter has
+            changed).
 
     Raises:
         ValueError: an option is not what it may be, the model is in training mode or cannot be played token by token,

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxrl.env import Environment
 from mlxrl.rollout.chat import ChatEncoder
 from mlxrl.rollout.environment_calls import EnvironmentFailedError
 from mlxrl.rollout.episode import Episode, EpisodeLimits, RolloutRequest
@@ -37,10 +38,14 @@ def naive_rollout(
         Trajectories equal to `Engine.rollout` on the same requests, up to float rounding.
     """
     encoder = ChatEncoder(tokenizer, use_chat_template=use_chat_template, template_kwargs=template_kwargs)
-    return [_play(model, Episode(request, encoder, limits)) for request in requests]
+    players: dict[int, tuple[Environment, Episode]] = {}
+    episodes = [Episode(request, encoder, limits, players) for request in requests]
+    for episode in episodes:
+        _play(model, episode)
+    return [episode.trajectory(policy_version=0) for episode in episodes]
 
 
-def _play(model: nn.Module, episode: Episode) -> Trajectory:
+def _play(model: nn.Module, episode: Episode) -> None:
     key = episode.request.key
     key_1_2 = mx.array([[key & 0xFFFFFFFF, key >> 32]], dtype=mx.uint32)
     _ask(episode)
@@ -60,7 +65,6 @@ def _play(model: nn.Module, episode: Episode) -> Trajectory:
         episode.close()
     except EnvironmentFailedError as fault:
         episode.close_error = str(fault)
-    return episode.trajectory(policy_version=0)
 
 
 def _ask(episode: Episode) -> None:

@@ -1,5 +1,6 @@
 """Texts of several hands to tokens: a template's, whose control tokens act, and others', where they stay text."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 PREFIX = "▁"  # a space, and what SentencePiece puts before a text that begins without one
 CHARACTERS = 16  # a token: of a text that is to be cut, so many are encoded at first
 PLACE = "\ue000"  # stands for text that is encoded apart; a character that no vocabulary merges with others
+WORD_END = re.compile(r"(?<=[\w!-~])(?= )")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ class PieceEncoder:
             before: what the text stands behind; its own tokens are not returned.
             add_special_tokens: whether the tokenizer's beginning is added; a template brings its own.
         """
-        tokens = self._in_place(parts, before, add_special_tokens=add_special_tokens) if self._prefixes else None
+        tokens = None
+        if self._prefixes:
+            most = math.inf if max_content is None else max_content
+            tokens = self._in_place(parts, most, before, add_special_tokens=add_special_tokens)
         if tokens is None:
             tokens = []
             for i, part in enumerate(parts):
@@ -144,9 +149,56 @@ class PieceEncoder:
         return self._as_text(text)
 
     def _in_place(
-        self, parts: Sequence[Part], before: str, *, add_special_tokens: bool
+        self, parts: Sequence[Part], most: float, before: str, *, add_special_tokens: bool
     ) -> list[tuple[int, bool]] | None:
-        """The tokens of a text encoded in one go, and whether each holds a content's text.
+        """The tokens of a text encoded in one go, and whether each holds a content's text; see `_placed`.
+
+        Of long contents the words in the middle are left out, where the first `most` tokens do not reach as far.
+        """
+        length = CHARACTERS * (most + 1) + self._reach
+        while True:
+            shorter, sure = (parts, math.inf) if length == math.inf else self._without_middles(parts, int(length))
+            tokens = self._placed(shorter, before, add_special_tokens=add_special_tokens)
+            if tokens is None:
+                return None
+            if sure == math.inf or sum(own and end <= sure for _, own, end in tokens) > most:
+                return [(token, own) for token, own, _ in tokens]
+            length *= 8
+
+    @cached_property
+    def _knows_words(self) -> bool:
+        """Whether no token of the vocabulary holds the end of a word and the space behind it.
+
+        Then texts before and behind a word's end have their tokens apart, whether or not the tokenizer splits there.
+        """
+        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
+        vocabulary = self.tokenizer.get_vocab().keys() - added
+        return not any(PREFIX in token.lstrip(PREFIX) or " " in token for token in vocabulary)
+
+    def _without_middles(self, parts: Sequence[Part], length: int) -> tuple[list[Part], float]:
+        """The parts, of long contents only some `length` characters and the last words.
+
+        And up to where, in the text that `_placed` encodes, tokens are those of the whole; infinite where nothing is
+        left out.
+        """
+        shorter: list[Part] = []
+        position, sure = 0, math.inf
+        for part in parts:
+            text = part.text
+            begin = WORD_END.search(text, min(length, len(text))) if part.is_content and self._knows_words else None
+            last = len(text) - self._reach
+            if begin is not None and (ends := list(WORD_END.finditer(text, max(begin.end(), last - length), last))):
+                head = text[: begin.start()]
+                sure = min(sure, position + len(self._spelled.sub(PLACE, head)) - self._reach)
+                part = part._replace(text=head + text[ends[-1].start() :])
+            position += len(self._spelled.sub(PLACE, part.text) if part.is_plain else part.text)
+            shorter.append(part)
+        return shorter, sure
+
+    def _placed(
+        self, parts: Sequence[Part], before: str, *, add_special_tokens: bool
+    ) -> list[tuple[int, bool, int]] | None:
+        """The tokens of a text, whether each holds a content's text, and where it ends.
 
         None: a token joins what must stay apart.
         """
@@ -168,7 +220,7 @@ class PieceEncoder:
             return None
         if add_special_tokens:
             encoded = encoded[: len(encoded) - self._num_behind]
-        tokens: list[tuple[int, bool]] = []
+        tokens: list[tuple[int, bool, int]] = []
         placed: set[int] = set()
         prefix = self.tokenizer.convert_tokens_to_ids(PREFIX)
         for token, start, end in encoded:
@@ -178,12 +230,12 @@ class PieceEncoder:
                 return None
             is_content = bool(own) and not is_control  # some control tokens cover the whitespace around them
             if places.keys().isdisjoint(range(start, end)) or (token == prefix and end == start + 1):
-                tokens.append((token, is_content))
+                tokens.append((token, is_content, end))
             elif end > start + 1:
                 return None
             elif start not in placed:  # a place may be several tokens: bytes
                 placed.add(start)
-                tokens += [(word, is_content) for word in places[start]]
+                tokens += [(word, is_content, end) for word in places[start]]
         return tokens if placed == places.keys() else None
 
     def _behind(self, before: str, text: str, **options: bool) -> list[tuple[int, int, int]] | None:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlxrl.rollout.caches import Cache, all_arrays, join, new_cache, num_bytes, select
-from mlxrl.rollout.decoder import DecodeBatch, Draws, Prefilled, Reader, Row, reading_plan
+from mlxrl.rollout.decoder import DecodeBatch, DeviceClock, Draws, Prefilled, Reader, Row, reading_plan
 from mlxrl.rollout.environment_calls import EnvironmentFailedError
 from mlxrl.rollout.episode import Episode
 from mlxrl.rollout.prompts import Prompt, PromptQueue
@@ -29,13 +28,13 @@ class RolloutStats:
 
     Args:
         decode_forwards: forward passes that read one token a row.
-        prefill_forwards: forward passes that read prompts and observations.
+        prefill_forwards: forward passes that read prompts and observations, a long one in several.
         prefill_tokens: tokens that these read, padding not counted.
         sampled_tokens: tokens of the trajectories' actions.
         peak_rows: most rows whose cache existed at one time.
         peak_cache_bytes: most bytes of such caches, the room that they grow into included.
         seconds: how long it took.
-        launch_seconds: of these, handing passes to the device: encoding and launching, and where the device is the
+        launch_seconds: of these, handing work to the device: encoding and launching, and where the device is the
             host's own processor mostly computing.
         device_seconds: of these, waiting for the device's results.
         environment_seconds: of these, waiting for environments.
@@ -135,10 +134,11 @@ class Play:
         self.stats = RolloutStats()
         self._stage = Stage(env_timeout, len(episodes))
         self._owners = {id(episode): owner for owner, episode in enumerate(episodes)}
-        self._reader = Reader(model)
-        self._batch = DecodeBatch(model)
+        self._clock = DeviceClock()
+        self._reader = Reader(model, self._clock)
+        self._batch = DecodeBatch(model, clock=self._clock)
         self._unread: deque[Draws] = deque()
-        self._waiting = PromptQueue()
+        self._waiting = PromptQueue(self._clock)
         self._is_full = False  # those who wait do not fit before a row has ended
         self._parked: list[_Parked] = []
         self._last_words: list[tuple[Episode, Ticket]] = []
@@ -168,8 +168,8 @@ class Play:
         finally:
             self._stage.close()
         self.stats.seconds = time.perf_counter() - begin
-        self.stats.launch_seconds = self._batch.launch_seconds
-        self.stats.decode_forwards = self._batch.num_steps
+        self.stats.launch_seconds, self.stats.device_seconds = self._clock.launch_seconds, self._clock.wait_seconds
+        self.stats.decode_forwards, self.stats.prefill_forwards = self._batch.num_steps, self._reader.num_forwards
         self.stats.sampled_tokens = sum(episode.num_drawn for episode in self.episodes)
 
     @property
@@ -226,10 +226,9 @@ class Play:
 
     def _read(self, draws: Draws) -> None:
         """Take what was drawn: rows whose action is complete end, and their environments are asked."""
-        begin = time.perf_counter()
+        self._clock.wait(draws.tokens, draws.logprobs)
         tokens: Any = draws.tokens.tolist()
         logprobs: Any = draws.logprobs.tolist()
-        self.stats.device_seconds += time.perf_counter() - begin
         going_on: list[tuple[Row, Ticket]] = []
         for row, token, logprob in zip(draws.rows, tokens, logprobs, strict=True):
             if row.ended or not row.episode.push(token, logprob):
@@ -255,7 +254,7 @@ class Play:
         if not rows:
             return {}
         own = select(cache, places)
-        mx.async_eval(all_arrays(own))
+        self._clock.launch(all_arrays(own))
         return {id(row): _Seat(row, own, place) for place, row in enumerate(rows)}
 
     def _move_together(self, left: Sequence[_Parked]) -> None:
@@ -364,7 +363,6 @@ class Play:
         return reading_plan([len(text) for text in texts], ragged=self.room.ragged)
 
     def _read_in(self, cache: Cache, texts: Sequence[Sequence[int]]) -> Prefilled:
-        self.stats.prefill_forwards += 1
         self.stats.prefill_tokens += sum(map(len, texts))
         return self._reader(cache, texts)
 

@@ -1,4 +1,4 @@
-"""Where environments run: in a few threads beside the decoding, each environment in one thread, against the clock."""
+"""Where environments run: in a few threads beside the decoding, each environment in one of them, against the clock."""
 
 import queue
 import threading
@@ -32,7 +32,7 @@ class Ticket:
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._outcome: Any = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.started: float | None = None
 
     @property
@@ -64,8 +64,8 @@ class Ticket:
 
     def result(self) -> Any:
         """What the call returned; raises what it raised."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._outcome
 
     def _answer(self, outcome: Any, error: BaseException | None) -> bool:
@@ -73,16 +73,16 @@ class Ticket:
         with self._lock:
             if self.answered:
                 return False
-            self._outcome, self._error = outcome, error
+            self._outcome, self.error = outcome, error
             self._done.set()
             return True
 
 
 class Stage:
-    """Makes calls in threads, those of one owner always in the same one.
+    """Makes calls in threads, those of one owner in the same one, which owners share where there are more than threads.
 
-    A thread that hangs cannot be stopped: it is left behind, and another takes over what waits behind it. Threads are
-    daemons, so that one left behind does not keep the process alive.
+    A thread that hangs cannot be stopped: it is left behind, and another takes over what waits behind it, with the
+    later calls of those who shared it. Threads are daemons, so that one left behind does not keep the process alive.
 
     Args:
         timeout: seconds that a call may take; None makes every call at once, in the caller's thread.
@@ -98,10 +98,16 @@ class Stage:
         self._given_up: set[int] = set()  # owners whose call overran, and may still run
 
     def submit(self, owner: int, call: Callable[[], Any], too_late: Callable[[], Any] | None = None) -> Ticket:
-        """Have a call made, after the earlier ones of its owner; `too_late`: see `Ticket`."""
+        """Have a call made, after the earlier ones of its owner; `too_late`: see `Ticket`.
+
+        Raises:
+            KeyboardInterrupt: it came while the call was made in this thread.
+        """
         ticket = Ticket(call, owner, too_late)
         if self.timeout is None:
             ticket.run()
+            if isinstance(ticket.error, KeyboardInterrupt):
+                raise ticket.error
         else:
             self._threads[owner % len(self._threads)].tickets.put(ticket)
         return ticket
