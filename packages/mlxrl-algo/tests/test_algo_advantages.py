@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mlxrl.algo import (
     centred_advantages,
     gdpo_advantages,
+    is_constant,
     leave_one_out_advantages,
     make_algorithm,
     maxrl_advantages,
@@ -44,6 +45,13 @@ def test_centred_rewards_keep_their_scale():
 def test_leave_one_out_takes_the_mean_of_the_others():
     # Sum 12: 1 - 11/3 = -8/3, 2 - 10/3 = -4/3, 3 - 9/3 = 0, 6 - 6/3 = 4.
     assert leave_one_out_advantages([1, 2, 3, 6], 4) == approx([-8 / 3, -4 / 3, 0, 4], 1e-12)
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 1.0]])
+def test_values_of_which_one_is_nan_are_not_constant_wherever_it_stands(values):
+    assert not is_constant(values)
+    assert is_constant([1.0, 1.0 + 1e-7, 1.0])
+    assert not is_constant([1.0, 1.1])
 
 
 def test_maxrl_divides_by_the_success_rate():

@@ -206,3 +206,4 @@ def test_the_overlong_filter_masks_every_token_of_a_truncated_trajectory():
 def test_the_kl_of_a_trajectory_is_taken_off_its_reward():
     # Sums 2 and 1 at beta 0.1: 1 - 0.2 and 0 - 0.1.
     assert charge_kl([1.0, 0.0, None], [[1.5, 0.5], [1.0], [9.0]], 0.1) == [approx(0.8), approx(-0.1), None]
+    assert charge_kl([1.0, 1.0, 1.0], [[math.nan], [math.inf, -math.inf], []], 0.1) == [None, None, 1.0]

@@ -171,6 +171,13 @@ def test_everything_is_written_to_a_file(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "bench.json").read_text())["settings"]["turns"] == 1
 
 
+def test_a_bench_that_is_refused_leaves_no_file_and_changes_none(tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    for name in ("old.json", "new.json"):
+        bench("multiturn", "--only", "nobody", "--json", tmp_path / name, expect=2)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.json", "{}")]
+
+
 def test_prompts_have_the_asked_number_of_tokens_and_the_engine_reads_them_as_they_are(policy):
     prompts = make_texts(policy.tokenizer, 3, num_tokens=17, seed=0)
     ids = [policy.tokenizer.encode(prompt) for prompt in prompts]
@@ -278,7 +285,9 @@ BAD = [
     (["multiturn", "--only", "batch-generator"], ["--only", "loop", "'batch-generator'"]),
     (["multiturn", "--weights", "mixed"], ["--weights", "shared or merged", "'mixed'"]),
     (["update", "--only", "loop"], ["--only", "plain, fused, checkpointed", "'loop'"]),
-    (["multiturn", "--json", "no/folder/bench.json"], ["--json", "no/folder/bench.json", "exists"]),
+    (["multiturn", "--json", "no/folder/bench.json"], ["--json", "no/folder/bench.json", "No such file"]),
+    (["multiturn", "--json", "/proc/bench.json"], ["--json", "/proc/bench.json", "that can be written"]),
+    (["update", "--json", "/"], ["--json", "got /: Is a directory."]),
     (["multiturn", "--shape", "huge"], ["--shape", "tiny, tiny-32k, qwen3-0.6b", "'huge'"]),
     (["multiturn", "--bits", 3], ["--bits", "4, 8, 16 or 32", "3"]),
     (["multiturn", "--model", "embedded", "--bits", 4], ["--model embedded", "--bits 4", "exclude"]),

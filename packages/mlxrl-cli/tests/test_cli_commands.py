@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from mlxrl.cli import gates
 from mlxrl.cli.configs import example_names, example_text
 from mlxrl.cli.embedded import embedded_model_path
 from mlxrl.policy.testing import make_tiny_model
@@ -212,20 +211,22 @@ def test_each_reason_of_a_failure_is_printed_once_a_run_with_the_users_line(tmp_
     (tmp_path / "mine.py").write_text(
         "class Fails:\n    max_turns = 2\n    turn = 0\n"
         "    def reset(self):\n        return 'say'\n"
-        "    def step(self, action):\n        raise KeyError('boom')\n"
+        "    def step(self, action):\n        raise KeyError('boom' if self.first else 'boom later')\n"
         "    def state_id(self, observation):\n        return 0\n"
         "class Works(Fails):\n    def step(self, action):\n        return 'x', float(len(action)), True, {}\n"
-        "def make(task, seed, member):\n    return Works() if member else Fails()\n"
+        "def make(task, seed, member):\n    made = (Works if member > 1 else Fails)()\n"
+        "    made.first = member == 0\n    return made\n"
     )
     settings = ["env_name=mine.py:make", "eval.tasks=0", "environment={}", "rewards=[]"]
     options = [part for setting in settings for part in ("--set", setting)]
     output = cli("train", "--steps", 3, "--output", "run", *TINY, *options, folder=tmp_path).splitlines()
-    said = (
-        "  2 failed, one of them: step of the environment raised KeyError: 'boom' (mine.py, line 7); see events.jsonl"
-    )
-    assert [line for line in output if "boom" in line] == [said]
+    said = [
+        f"  2 failed: step of the environment raised KeyError: '{what}' (mine.py, line 7); see events.jsonl"
+        for what in ("boom", "boom later")
+    ]
+    assert [line for line in output if "boom" in line] == said
     (first,) = [place for place, line in enumerate(output) if line.startswith("step    1/3")]
-    assert output[first + 1] == said
+    assert output[first + 1 : first + 3] == said
 
 
 def test_what_was_measured_on_no_row_is_a_dash_and_not_a_zero(tmp_path):
@@ -282,6 +283,10 @@ def test_init_without_an_example_writes_a_config_that_loads_as_it_is(tmp_path):
     assert config == make_config({"model_id": "embedded"})
     again = cli("init", "new.toml", folder=tmp_path, expect=2)
     assert "new.toml exists" in again
+    for unwritable in ("new.toml/other.toml", "new.toml/folder/other.toml"):
+        message = cli("init", unwritable, folder=tmp_path, expect=2)
+        assert message.startswith(f"{unwritable} cannot be written (")
+        assert message.endswith("; name another file.\n")
 
 
 def test_every_value_that_init_shows_is_one_to_set(tmp_path):
@@ -305,42 +310,6 @@ def test_init_lists_examples_and_prints_the_schema(tmp_path):
         "learning_rate"
         in json.loads(cli("init", "--schema", folder=tmp_path))["$defs"]["OptimizerConfig"]["properties"]
     )
-
-
-@pytest.mark.parametrize(
-    ("architecture", "targets"),
-    [
-        ("qwen3", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]),
-        ("qwen3_5", ["self_attn.q_proj", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_a"]),
-    ],
-)
-def test_smoke_reports_shapes_and_passes(architecture, targets, tmp_path):
-    output = cli("smoke", "--architecture", architecture, folder=tmp_path)
-    for target in targets:
-        assert target in output
-    assert "in lora_a and lora_b" in output
-    assert output.count("pass") == 5
-    assert "FAIL" not in output
-
-
-@pytest.mark.parametrize("command", ["equivalence", "phase2-equivalence"])
-def test_equivalence_passes_under_both_names(command, tmp_path):
-    output = cli(command, folder=tmp_path)
-    assert "16 of 16" in output
-
-
-def test_a_gate_that_fails_exits_with_1():
-    with pytest.raises(SystemExit) as stopped:
-        gates.finish([("one and one is three", 1 + 1 == 3, "it is 2")])
-    assert stopped.value.code == 1
-
-
-def test_gsm8k_trains_on_the_given_file_and_scores_its_answers(tmp_path):
-    lines = [{"question": f"What is {n}+1?", "answer": f"Add one.\n#### {n + 1}"} for n in range(1, 9)]
-    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    output = cli("gsm8k", "--data", "gsm8k.jsonl", "--max-tokens", 8, "--tasks", 2, "--output", "run", folder=tmp_path)
-    assert output.count("pass  ") == 3
-    assert {row["task"].split(":")[0] for row in rows(tmp_path / "run/rollouts.jsonl")} == {"gsm8k.jsonl"}
 
 
 def test_help_answers_without_importing_mlx(tmp_path):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlxrl.memory import Backend, ModelShape, RunShape, estimate
+from mlxrl.memory import Backend, ModelShape, RunShape, UncountedError, estimate
 
 SIZES = {
     "hidden_size": 128,
@@ -141,7 +141,7 @@ OTHER_MIXERS = [
 @pytest.mark.parametrize(("fields", "message"), OTHER_MIXERS)
 def test_mixers_that_are_not_counted_are_refused_however_a_config_tells_of_them(fields, message):
     for config in (SIZES | fields, {"model_type": "wrapper", "text_config": SIZES | fields}):
-        with pytest.raises(ValueError, match=f"{message}.*not counted yet; measure a short run"):
+        with pytest.raises(UncountedError, match=f"{message}.*not counted yet; measure a short run"):
             ModelShape.from_config(config)
 
 

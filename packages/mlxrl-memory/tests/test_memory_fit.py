@@ -198,6 +198,7 @@ def test_this_machine_has_between_100_mib_and_64_tib():
 def test_bytes_are_written_in_the_unit_that_people_read():
     assert human_bytes(int(3.42 * GIB)) == "3.42 GiB"
     assert human_bytes(5 * 2**20) == "5.0 MiB"
+    assert human_bytes(12 * 2**20) == "0.01 GiB"
 
 
 def test_the_readme_runs(capsys):

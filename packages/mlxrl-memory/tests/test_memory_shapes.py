@@ -184,7 +184,10 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path, text):
         ({"hidden_size": 0}, "'hidden_size' must be a whole number of at least 1, got 0"),
         ({"vocab_size": "many"}, "'vocab_size' must be a whole number of at least 1, got 'many'"),
         ({"num_experts": 4}, "must hold 'num_experts_per_tok'"),
-        ({"layer_types": ["mamba", "full_attention"]}, "'layer_types' must name num_hidden_layers = 2 .*'mamba'"),
+        (
+            {"layer_types": ["mamba", "full_attention"]},
+            "'layer_types' names 'mamba', which is not counted yet; measure",
+        ),
         ({"layer_types": ["full_attention"]}, "'layer_types' must name num_hidden_layers = 2 .*got 1"),
         ({"kv_lora_rank": 512}, "'kv_lora_rank' .512.* latent attention"),
         ({"dtype": "int3"}, "'dtype' must be one of .* got 'int3'"),

@@ -21,11 +21,12 @@ def is_constant(values: Sequence[float]) -> bool:
         values: rewards of one group.
 
     Returns:
-        True for equal rewards and for fewer than two of them.
+        True for equal rewards and for fewer than two of them; False where one is NaN.
     """
     if len(values) < 2:
         return True
-    return max(values) - min(values) <= CONSTANT_TOLERANCE * max(1.0, max(abs(value) for value in values))
+    least, tolerance = min(values), CONSTANT_TOLERANCE * max(1.0, *map(abs, values))
+    return all(value - least <= tolerance for value in values)  # each by itself: max and min may pass over a NaN
 
 
 def mean(values: Sequence[float]) -> float:

@@ -36,7 +36,8 @@ def informative_rows(rewards: Sequence[float | None], group_structure: GroupStru
 def mask_truncated(roles: mx.array, truncated: Sequence[bool]) -> mx.array:
     """Return the roles with every token of a truncated trajectory masked, DAPO's overlong filter.
 
-    The trajectory's reward still counts in its group's baseline. Source: DAPO, arXiv 2503.14476, section 3.4.
+    The trajectory still counts in the baseline: weights are taken from these roles, advantages from the given ones.
+    Source: DAPO, arXiv 2503.14476, section 3.4.
 
     Args:
         roles: int [B, T], a `Role` per token.

@@ -50,7 +50,7 @@ def token_kl(batch: AlgorithmBatch) -> list[list[float]]:
 
 
 def charge_kl(rewards: Sequence[float | None], token_kls: Sequence[Sequence[float]], beta: float) -> list[float | None]:
-    """Return the rewards less the KL of the whole trajectory.
+    """Return the rewards less the KL of the whole trajectory; one whose KL is not finite abstains.
 
     r'_i = r_i - beta sum_t (log pi - log ref). Source: RLOO, arXiv 2402.14740.
 
@@ -63,7 +63,7 @@ def charge_kl(rewards: Sequence[float | None], token_kls: Sequence[Sequence[floa
         [B].
     """
     return [
-        None if reward is None else reward - beta * math.fsum(row)
+        reward - beta * math.fsum(row) if reward is not None and all(map(math.isfinite, row)) else None
         for reward, row in zip(rewards, token_kls, strict=True)
     ]
 

@@ -52,10 +52,13 @@ def run_init(path: Path | None, *, example: str | None, list_examples: bool, sch
     if path is None:
         typer.echo(text, nl=False)
         return
-    if path.exists():
-        raise ConfigError(f"{path} exists and is not overwritten; name another file or remove it.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    try:
+        if path.exists():
+            raise ConfigError(f"{path} exists and is not overwritten; name another file or remove it.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error}); name another file.") from None
     typer.echo(f"wrote {path}; next: mlxrl-cli plan --config {path}")
 
 

@@ -15,6 +15,7 @@ from mlxrl.train import (
     ConfigError,
     RunFolderError,
     TrainConfig,
+    UnplannedError,
     config_toml,
     evaluate,
     fitted_overrides,
@@ -45,25 +46,31 @@ def run_train(
 
     def read(changes: Mapping[str, Any]) -> TrainConfig:
         fields = {**options, **parse_settings(settings), **changes}
-        saved = resume and path is None and "output" in options
-        config = resumed_config(str(options["output"]), fields) if saved else read_config(path, fields, [])
+        saved = resume and path is None and "output" in fields
+        config = resumed_config(str(fields["output"]), fields) if saved else read_config(path, fields, [])
         return located_config(config, resume=resume)
 
     config = read({})
     curriculum = make_curriculum(config)
-    plan = plan_of(config, curriculum, available_memory_gb)
-    if not plan.fit.fits and auto_fit:
+    try:
+        plan = plan_of(config, curriculum, available_memory_gb)
+    except UnplannedError as error:
+        if dry_run or auto_fit or available_memory_gb is not None:
+            raise
+        warn(f"whether this run fits the memory is not known: {error}")
+        plan = None
+    if plan is not None and not plan.fit.fits and auto_fit:
         if plan.fit.run is None:
             raise ConfigError(plan.fit.reason)
         config = read(fitted_overrides(plan))
         warn(f"to fit the memory, {', '.join(changes_of(plan))}")
         curriculum = make_curriculum(config)
         plan = plan_of(config, curriculum, available_memory_gb)
-    if dry_run:
+    if plan is not None and dry_run:
         console.print(config_toml(config), highlight=False, markup=False)
         show_plan(console, plan)
         return
-    if not plan.fit.fits:
+    if plan is not None and not plan.fit.fits:
         changes = ", ".join(changes_of(plan))
         advice = f" Set {changes}; --auto-fit does it for you." if plan.fit.run is not None else ""
         if available_memory_gb is not None:
@@ -77,7 +84,7 @@ def run_train(
             resume=resume,
             force=force,
             observer=view,
-            available_bytes=plan.fit.budget,
+            available_bytes=None if plan is None else plan.fit.budget,
             curriculum=curriculum,
         )
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -60,11 +61,12 @@ class PlainView(Observer):
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def tell_failure(self, trajectories: Sequence[Trajectory]) -> None:
-        """Print the first reason for which one failed that has not been printed yet."""
+        """Print each reason for which some failed that has not been printed yet."""
         reasons = [" ".join(trajectory.error.split()) for trajectory in trajectories if trajectory.error is not None]
-        if new := [reason for reason in reasons if reason not in self.told]:
-            self.told.add(new[0])
-            self.say(f"  {len(reasons)} failed, one of them: {new[0]}; see events.jsonl")
+        for reason, count in Counter(reasons).items():
+            if reason not in self.told:
+                self.told.add(reason)
+                self.say(f"  {count} failed: {reason}; see events.jsonl")
 
     def seconds_left(self, metrics: dict[str, float]) -> float:
         """Time left at the pace so far."""

@@ -5,6 +5,7 @@ from mlxrl.memory.estimation import MemoryEstimate, estimate
 from mlxrl.memory.fitting import FitResult, Proposal, fit
 from mlxrl.memory.known import known_config
 from mlxrl.memory.machine import available_memory, human_bytes
+from mlxrl.memory.mixers import UncountedError
 from mlxrl.memory.model import ModelShape
 from mlxrl.memory.run import RunShape
 
@@ -15,6 +16,7 @@ __all__ = [
     "ModelShape",
     "Proposal",
     "RunShape",
+    "UncountedError",
     "available_memory",
     "estimate",
     "fit",

@@ -4,6 +4,7 @@ from mlxrl.memory.constants import KEPT_ACTIVATION, KEPT_HIDDEN
 from mlxrl.memory.families import Family
 from mlxrl.memory.fields import Fields
 from mlxrl.memory.layers import Block, GatedDelta, Linear
+from mlxrl.memory.mixers import UncountedError
 
 MOST_BLOCKS = 10_000  # more are a mistake in the file, and would take long to count
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
@@ -19,11 +20,14 @@ def _layer_types(fields: Fields) -> list[str]:
     count = fields.number("num_hidden_layers", most=MOST_BLOCKS)
     listed = fields.listed("layer_types", str, "names")
     if listed is not None:
-        unknown = [x for x in listed if x not in LAYER_TYPES]
-        if unknown or len(listed) != count:
+        if len(listed) != count:
             raise ValueError(
-                f"config.json field 'layer_types' must name num_hidden_layers = {count} layers out of {LAYER_TYPES},"
-                f" got {len(listed)} with {unknown[:1] or 'known names'}; other mixers are not counted yet."
+                f"config.json field 'layer_types' must name num_hidden_layers = {count} layers, got {len(listed)}."
+            )
+        if unknown := [x for x in listed if x not in LAYER_TYPES]:
+            raise UncountedError(
+                f"config.json field 'layer_types' names {unknown[0]!r}, which is not counted yet; measure a short run"
+                f" instead. Counted are {', '.join(LAYER_TYPES)}."
             )
         return listed
     if fields.model_type.startswith("gemma3"):

@@ -50,5 +50,5 @@ def cgroup_limit(membership: Path, mount: Path) -> int | None:
 
 
 def human_bytes(count: int) -> str:
-    """Bytes as people read them: `"3.42 GiB"`, or `"12.0 MiB"` below a hundredth of one."""
+    """Bytes as people read them: `"3.42 GiB"`, or `"5.0 MiB"` below a hundredth of one."""
     return f"{count / GIB:.2f} GiB" if abs(count) >= GIB // 100 else f"{count / 2**20:.1f} MiB"

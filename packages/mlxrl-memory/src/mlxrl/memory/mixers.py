@@ -2,6 +2,11 @@
 
 from mlxrl.memory.fields import Fields
 
+
+class UncountedError(ValueError):
+    """A sound config.json of a model with blocks whose memory is not counted yet; the message names the field."""
+
+
 # What a config.json has where its blocks are of such a kind, whatever its model_type.
 _MARKS = {
     "latent attention": ("kv_lora_rank", "o_lora_rank"),
@@ -43,18 +48,18 @@ def refuse_other_mixers(fields: Fields) -> None:
     """Refuse a model with blocks of another kind than attention or a gated-delta mixer.
 
     Raises:
-        ValueError: a field or the model_type tells of one.
+        UncountedError: a field or the model_type tells of one.
     """
     for mixer, names in _MARKS.items():
         for name in names:
             if fields.get(name) is not None:
-                raise ValueError(
+                raise UncountedError(
                     f"config.json field {name!r} ({fields.get(name)!r}, model_type {fields.model_type!r})"
                     f" marks {mixer}, which is not counted yet; measure a short run instead."
                 )
     for mixer, model_types in _MODEL_TYPES.items():
         if fields.model_type in model_types:
-            raise ValueError(
+            raise UncountedError(
                 f"config.json field 'model_type' ({fields.model_type!r}) marks {mixer}, which is not counted yet;"
                 " measure a short run instead."
             )

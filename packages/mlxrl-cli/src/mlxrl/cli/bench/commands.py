@@ -138,11 +138,19 @@ def check(settings: dict[str, Any]) -> None:
     """Refuse at once what would fail late.
 
     Raises:
-        ConfigError: --weights is unknown, --temperature too small, or there is no folder for --json.
+        ConfigError: --weights is unknown, --temperature too small, or the file of --json cannot be written.
     """
-    file = settings["json"]
-    if file not in (None, "-") and (Path(file).is_dir() or not Path(file).parent.is_dir()):
-        raise ConfigError(f"--json must be - or a file in a folder that exists, got {file}.")
+    if settings["json"] not in (None, "-"):
+        file = Path(settings["json"])
+        try:
+            is_new = not file.exists()
+            file.open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                f"--json must be - or a file that can be written, got {file}: {error.strerror}."
+            ) from None
+        if is_new:
+            file.unlink()  # a bench that fails leaves none
     check_temperature(settings.get("temperature", 1.0))
     if settings.get("weights") not in (None, "shared", "merged"):
         raise ConfigError(f"--weights must be shared or merged, got {settings['weights']!r}.")
