@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrl.algo import algorithm_names, make_algorithm
-from mlxrl.policy import plan_reading
+from mlxrl.policy import adapters_disabled, plan_reading
 from mlxrl.rollout import Role, Segment
 from mlxrl.train import make_batch
 from mlxrl.train.scoring import cut_micro_batches, score_micro_batch
+from mlxrl.train.update import Objective, batch_gradient
 
 
 def build(name):
@@ -107,6 +108,66 @@ def test_truncated_rows_stay_in_the_baseline_and_leave_the_loss_and_its_denomina
         model, [*episodes[:2], episode(0, (30,), reward=2.0, truncated=True)], algorithm, mask_truncated_rows=True
     )
     np.testing.assert_array_equal(np.array(longer.weights[:2, :7]), np.array(batch.weights[:2, :7]))
+
+
+def kl_of(model, trajectory):
+    """log policy - log base of each sampled token of a trajectory with one segment, from plain passes."""
+    (segment,) = trajectory.segments
+    places = np.flatnonzero(segment.roles == Role.ACTION)
+
+    def logprobs():
+        logits_T_V = np.array(model(mx.array(segment.token_ids[None])))[0].astype(np.float64)
+        logprobs_T_V = logits_T_V - np.log(np.exp(logits_T_V).sum(axis=-1, keepdims=True))
+        return logprobs_T_V[places - 1, segment.token_ids[places]]
+
+    with adapters_disabled(model):
+        base = logprobs()
+    return logprobs() - base
+
+
+@pytest.fixture
+def one_truncated(episode):
+    """A group of three, the last of which is truncated; with its tokens, those that two of them train are 7."""
+    return [
+        episode(0, (4, 1), reward=1.0),
+        episode(0, (2,), reward=0.0, seed=1),
+        episode(0, (7, 9), reward=2.0, truncated=True),
+    ]
+
+
+def scored_rows(values):
+    return np.flatnonzero(np.array(values).any(axis=1)).tolist()
+
+
+def test_a_truncated_row_is_in_the_baseline_with_the_kl_that_its_reward_is_charged(policy, one_truncated):
+    model, algorithm = policy, make_algorithm("rloo", reward_beta=0.5)
+    batch = batch_of(model, one_truncated, algorithm, mask_truncated_rows=True)
+    charged = [t.reward - 0.5 * kl_of(model, t).sum() for t in one_truncated]
+    assert abs(charged[2] - 2.0) > 0.1  # the KL is seen
+    assert batch.advantages[0, 0].item() == pytest.approx(charged[0] - (charged[1] + charged[2]) / 2, abs=1e-4)
+    assert batch.advantages[1, 0].item() == pytest.approx(charged[1] - (charged[0] + charged[2]) / 2, abs=1e-4)
+    # so it is scored, and that is all: it has no weight, and no update runs it
+    assert scored_rows(batch.view.old_logprobs) == scored_rows(batch.view.reference_logprobs) == [0, 1, 2]
+    assert scored_rows(batch.weights) == [0, 1]
+    _, metrics = batch_gradient(model, batch, Objective(algorithm), max_rows=1)
+    assert (metrics["scored_rows"], metrics["forwards/score"]) == (2, 2)
+    # a KL in the loss is that of the rows with a weight
+    in_loss = batch_of(model, one_truncated, make_algorithm("grpo"), mask_truncated_rows=True, reference=True, old=True)
+    assert scored_rows(in_loss.view.old_logprobs) == scored_rows(in_loss.view.reference_logprobs) == [0, 1]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_the_tokens_of_a_truncated_row_are_whitened_with_the_others(policy, one_truncated, beta):
+    batch = batch_of(policy, one_truncated, make_algorithm("reinforce++", reward_beta=beta), mask_truncated_rows=True)
+    # the return to go of a token: the reward less the KL of this token and all that follow
+    returns = [t.reward - beta * np.cumsum(kl_of(policy, t)[::-1])[::-1] for t in one_truncated]
+    pooled = np.concatenate(returns)
+    assert len(pooled) == 5 + 2 + 16
+    for row in (0, 1):
+        trained = np.array(batch.view.action_mask[row]) == 1
+        expected = (returns[row] - pooled.mean()) / (pooled.std() + 1e-6)
+        np.testing.assert_allclose(np.array(batch.advantages[row])[trained], expected, atol=1e-4)
+    assert scored_rows(batch.weights) == [0, 1]
 
 
 def test_failed_rows_leave_baseline_loss_and_world_model(policy, episode):

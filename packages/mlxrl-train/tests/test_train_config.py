@@ -8,6 +8,7 @@ import re
 
 import mlx.core as mx
 import pytest
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from pydantic import BaseModel
 
 from mlxrl.policy.testing import THINKING_TEMPLATE, character_tokenizer, make_tiny_model
@@ -463,6 +464,20 @@ def test_a_model_that_does_not_fit_the_config_is_refused(values, tmp_path):
     )
 
 
+def test_16_and_32_bits_both_ask_for_a_model_that_is_not_quantized(values, tmp_path):
+    plain, quantized = (make_tiny_model(tmp_path / name) for name in ("plain", "quantized"))
+    model, config = quantize_model(*load_model(quantized), group_size=32, bits=8)
+    save_model(quantized, model)
+    save_config(config, quantized / "config.json")
+    for bits in (16, 32):
+        open_session(make_config(values(model_id=str(plain), quant_bits=bits)))
+        with pytest.raises(ConfigError, match=f"quant_bits = {bits}, but .* has quantization 8-bit; name another"):
+            open_session(make_config(values(model_id=str(quantized), quant_bits=bits)))
+    open_session(make_config(values(model_id=str(quantized), quant_bits=8)))
+    told = TrainConfig.model_fields["quant_bits"].description or ""
+    assert "16 and 32 both say that it is not quantized" in " ".join(told.split())
+
+
 def test_a_world_model_is_refused_where_the_template_rewrites_what_it_would_predict(rooms, values, tmp_path):
     tokenizer = character_tokenizer(chat_template=THINKING_TEMPLATE)
     model = str(make_tiny_model(tmp_path / "thinking", tokenizer=tokenizer))
@@ -536,8 +551,12 @@ def test_overrides_win_over_the_file_by_dotted_names(tmp_path):
     config = load_config(path, {"steps": 7, "optimizer.learning_rate": 2e-4, "sampling.top_k": 9, "model_id": "other"})
     assert (config.steps, config.model_id, config.sampling.top_k) == (7, "other", 9)
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (2e-4, 2)
-    with pytest.raises(ConfigError, match=r"steps\.x: steps is not a section of the config"):
+    with pytest.raises(ConfigError, match=r"steps\.x: steps is not a section of the config; set steps as a whole\."):
         load_config(path, {"steps.x": 1})
+    path.write_text(path.read_text() + '[[rewards]]\nname = "length"\n')
+    with pytest.raises(ConfigError, match=r"rewards\.0\.weight: rewards is not a section .*; set rewards as a whole\."):
+        load_config(path, {"rewards.0.weight": 2})
+    assert [reward.name for reward in load_config(path, {"rewards": [{"name": "format"}]}).rewards] == ["format"]
     with pytest.raises(ConfigError, match="config error in an option given over the default: group_sise: unknown key"):
         load_config(path, {"group_sise": 1}, source="the default")
 

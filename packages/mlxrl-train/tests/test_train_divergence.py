@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mlxrl.train import RunError, make_config, train
+from mlxrl.train import Observer, RunError, make_config, train
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def test_a_policy_that_broke_displaces_no_checkpoint_and_the_last_sound_one_is_n
     assert again.metrics[0]["nonfinite_samples"] == 0
 
 
+@pytest.mark.parametrize("name", ["rloo", "reinforce++", "gigpo"])
+def test_a_policy_that_broke_is_told_where_its_kl_is_charged_in_the_reward(breaking, name):
+    with pytest.raises(RunError, match="not finite in 5 steps in a row"):
+        train(breaking(steps=20, kl_beta=0.05, algorithm={"name": name, "kl_placement": "reward"}))
+
+
 def test_where_no_checkpoint_is_known_to_be_sound_none_is_named(breaking, tmp_path):
     with pytest.raises(RunError, match=r"start a new run with a lower optimizer\.learning_rate\.$"):
         train(breaking(steps=20, checkpoint={"every": 1, "keep": 1}))
@@ -39,7 +45,16 @@ def test_where_no_checkpoint_is_known_to_be_sound_none_is_named(breaking, tmp_pa
 
 
 def test_the_last_step_is_saved_whatever_it_was_and_displaces_none(breaking, tmp_path):
-    train(breaking(steps=6))
+    warned = []
+
+    class Hearing(Observer):
+        def on_warning(self, reason):
+            warned.append(reason)
+
+    train(breaking(steps=6), observer=Hearing())
+    sound = tmp_path / "run" / "checkpoints" / "step-000003"
+    words = "the run ends with 2 steps that were not finite: its policy may be broken"
+    assert warned == [f"{words}; {sound} is the last checkpoint known to be sound"]
     assert saved(tmp_path / "run") == [2, 3, 4, 6]
     assert (tmp_path / "run" / "adapters").resolve().name == "step-000006"
 

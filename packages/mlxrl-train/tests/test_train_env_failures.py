@@ -4,12 +4,13 @@
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxrl.train import Observer, RunError, make_config, open_session, train
+from mlxrl.train import ConfigError, Observer, RunError, make_config, make_curriculum, open_session, train
 
 from .reading import lines
 
@@ -295,6 +296,46 @@ def test_an_environment_that_changes_the_folder_or_cannot_close_leaves_the_run_a
     events = lines(tmp_path / "runs" / "moving" / "events.jsonl")
     assert [(e["event"], e["count"]) for e in events] == [("close", 6)] * 2  # of both steps
     assert "close of the environment raised OSError: the door is stuck (odd.py, line" in events[0]["reason"]
+
+
+AWAY = """
+import os
+from pathlib import Path
+
+from mlxrl.env import make_env
+
+os.chdir(Path(__file__).parent)
+
+
+def tasks(path):
+    return make_env("jsonl", path=path)
+"""
+
+
+def test_code_that_changes_the_folder_when_it_is_imported_moves_neither_model_nor_run(
+    values, tiny, project, tmp_path, monkeypatch
+):
+    away, here = tmp_path / "away", tmp_path / "here"
+    (here / "models").mkdir(parents=True)
+    (here / "models" / "qwen").symlink_to(tiny)
+    away.mkdir()
+    (away / "away.py").write_text(AWAY)
+    (away / "reward.py").write_text((project / "my_rewards.py").read_text() + "import os\nos.chdir('/')\n")
+    monkeypatch.chdir(here)
+    fields = values(
+        model_id="models/qwen",
+        env_name="../away/away.py:tasks",
+        environment={"path": str(project / "tasks.jsonl")},
+        rewards=[{"name": "../away/reward.py:spread"}],
+        steps=1,
+    )
+    config = make_config({name: value for name, value in fields.items() if name not in ("output", "data")})
+    train(config)
+    train(config, curriculum=make_curriculum(config))  # as for a plan, before the run is named
+    assert sorted(path.name for path in (here / "runs").iterdir()) == ["away-grpo-001", "away-grpo-002"]
+    with pytest.raises(ConfigError, match="unknown object"):
+        make_curriculum(make_config(fields | {"env_name": "../away/away.py:none", "data": None}))
+    assert Path.cwd() == here
 
 
 def test_values_that_cannot_be_read_cost_an_action_or_a_row_and_not_the_run(play):

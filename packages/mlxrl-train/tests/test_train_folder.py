@@ -14,7 +14,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxrl.train import Observer, RunError, load_config, make_config, open_session, resume, train, train_step
-from mlxrl.train.files import append_lines, point_link, read_lines, write_folder, write_text
+from mlxrl.train.files import append_lines, cut_lines, point_link, read_lines, write_folder, write_text
+
+from .reading import lines
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_the_model_is_loaded_unless_it_is_replaced(values, tmp_path):
@@ -160,11 +162,82 @@ def test_numbers_that_are_not_finite_are_null_in_a_line_however_deep(tmp_path):
     ]
 
 
+FIELDS = """
+import datetime
+import math
+import pathlib
+import uuid
+
+import numpy as np
+
+from mlxrl.env import StepResult
+
+FIELDS = {
+    "at": datetime.date(2026, 12, 1),
+    "share": np.float32(0.5),
+    "of": uuid.UUID(int=7),
+    "file": pathlib.PurePosixPath("a/b"),
+    "box": (1, math.nan, {"deep": (math.inf, {3})}),
+    "by": {(1, 2): None},
+}
+
+
+class Fields:
+    max_turns = 2
+
+    def reset(self):
+        return [{"role": "user", "content": "hello", **FIELDS}]
+
+    def step(self, action):
+        return StepResult([{"role": "user", "content": "again", **FIELDS}], float(len(action)), False, False)
+
+    def state_id(self, observation):
+        return 0
+
+
+def fields(task, seed, group_index):
+    return Fields()
+"""
+
+
+def test_what_a_message_carries_beside_its_text_is_on_disk_in_words_where_json_does_not_know_it(rooms, tmp_path):
+    (tmp_path / "fields.py").write_text(FIELDS)
+    train(make_config(rooms(env_name=f"{tmp_path / 'fields.py'}:fields", steps=1)))
+    records = lines(tmp_path / "run" / "rollouts.jsonl")
+    assert len(records) == 6
+    carried = {
+        "at": "2026-12-01",
+        "share": "0.5",
+        "of": "00000000-0000-0000-0000-000000000007",
+        "file": "a/b",
+        "box": [1, None, {"deep": [None, "{3}"]}],
+        "by": {"(1, 2)": None},
+    }
+    for record in records:
+        texts = [turn["observation"] for turn in record["turns"]]
+        assert texts == [[{"role": "user", "content": text, **carried}] for text in ("hello", "again")]
+
+
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     path = tmp_path / "lines.jsonl"
     assert read_lines(path) == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
     assert read_lines(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_lines_are_cut_off_before_the_first_that_is_not_kept(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    cut_lines(path, bool)
+    assert not path.exists()
+    for content, kept in (
+        ('{"step": 1}\n{"step": 2}\n{"ste', [1, 2]),
+        ('{"step": 1}\n{"step": 3}\n{"step": 2}\n', [1]),
+        ('{"step": 3}\n', []),
+        ("", []),
+    ):
+        path.write_text(content)
+        cut_lines(path, lambda row: row["step"] < 3)
+        assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in kept)
 
 
 def test_a_file_or_folder_whose_writing_breaks_leaves_the_old_one_whole(tmp_path):

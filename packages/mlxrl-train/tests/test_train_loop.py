@@ -362,6 +362,7 @@ def test_a_run_in_which_nothing_is_ever_scored_stops_and_says_why(values, tmp_pa
     (tmp_path / "broken.py").write_text(source)
     with pytest.raises(RunError, match=f"no trajectory had a reward in 3 steps in a row; {reason}"):
         train(make_config(values(rewards=[{"name": f"{tmp_path / 'broken.py'}:broken"}], steps=9)))
+    assert (tmp_path / "run" / "adapters").resolve().name == "step-000003"  # the policy is as good as before
 
 
 def test_a_run_whose_every_episode_fails_stops_with_the_first_reason(rooms, tmp_path):

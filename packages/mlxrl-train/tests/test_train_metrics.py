@@ -111,9 +111,25 @@ def test_steps_on_one_batch_are_averaged_their_maxima_taken_and_their_counts_sum
         "scored_rows": 6.0,
         "scored_share": 0.75,
     }
+    for largest in ([math.nan, 0.1], [0.5, math.nan]):
+        broken = [step | {"sampling_logp_difference/max": value} for step, value in zip(steps, largest, strict=True)]
+        assert math.isnan(mean_metrics(broken)["sampling_logp_difference/max"])
     # two updates that blew up in opposite directions have no mean
     blown = [{"loss": loss, "scored_rows": 1.0} for loss in (math.inf, -math.inf)]
     assert math.isnan(mean_metrics(blown)["loss"])
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_largest_difference_that_is_no_number_is_seen_in_any_micro_batch(policy, episode, broken):
+    episodes = [episode(0, (4,), reward=1.0), episode(0, (2,), reward=0.0)]
+    (segment,) = episodes[broken].segments
+    unknown = np.full_like(segment.sampler_logprobs, np.nan)
+    episodes[broken] = replace(episodes[broken], segments=(replace(segment, sampler_logprobs=unknown),))
+    algorithm = make_algorithm("grpo")
+    batch = make_batch(policy, episodes, algorithm, rewards=[[1.0], [0.0]], reward_weights=[1.0])
+    _, metrics = batch_gradient(policy, batch, Objective(algorithm), max_rows=1)
+    assert metrics["forwards/score"] == 2
+    assert math.isnan(metrics["sampling_logp_difference/max"])
 
 
 def test_what_is_measured_is_the_mean_of_the_updates_that_scored_rows():

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import mlx.core as mx
 import pytest
 
 from mlxrl.policy.testing import make_tiny_model
 from mlxrl.train import ConfigError, RunError, config_toml, load_config, make_config, open_session, resume, train
+from mlxrl.train.run_folder import RunFolder
 
 VOLATILE = ("time/", "tokens_per_second", "peak_memory_gb")
 # Everything that must survive: dropout, moments, a falling rate, evaluations, several updates, tasks that do not fit.
@@ -100,38 +102,6 @@ def test_a_run_resumes_at_the_boundary_of_an_epoch_and_trains_to_more_steps(valu
     tasks = [row["task"] for row in rows(tmp_path / "run" / "rollouts.jsonl")]
     for epoch in (tasks[:24], tasks[24:]):
         assert sorted(epoch) == sorted(f"tasks.jsonl:{i}" for i in range(1, 13) for _ in range(2))
-
-
-HOLDING = """
-import sys
-import time
-from pathlib import Path
-import mlx.core as mx
-mx.set_default_device(mx.cpu)
-from mlxrl.train import Observer, load_config, train
-
-class Waiting(Observer):
-    def on_start(self, session, folder, first_step):
-        Path(sys.argv[2]).touch()
-        time.sleep(600)
-
-train(load_config(sys.argv[1]), resume=True, observer=Waiting())
-"""
-
-
-def test_one_process_at_a_time_runs_in_a_folder_and_a_killed_one_locks_nobody_out(values, tmp_path):
-    config = make_config(values())
-    train(config)
-    before = contents(tmp_path / "run")
-    with subprocess.Popen([sys.executable, "-c", HOLDING, tmp_path / "run/config.toml", tmp_path / "begun"]) as other:
-        while other.poll() is None and not (tmp_path / "begun").exists():
-            time.sleep(0.01)
-        for how in ({"resume": True}, {"force": True}):
-            with pytest.raises(RunError, match=f"another process runs in {tmp_path / 'run'}; wait until it ends"):
-                train(config, **how)
-        assert contents(tmp_path / "run") == before
-        other.send_signal(signal.SIGKILL)
-    assert [row["step"] for row in resume(tmp_path / "run", {"steps": 3}).metrics] == [3]
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +218,42 @@ def test_a_damaged_checkpoint_is_refused_with_the_reason_and_the_one_before_serv
     assert rows(saved / "metrics.jsonl") == before  # nothing was touched
     shutil.rmtree(newest)
     assert [row["step"] for row in resume(saved).metrics] == [2]
+
+
+def test_going_on_takes_no_more_memory_the_more_was_logged(saved):
+    line = (saved / "rollouts.jsonl").read_text().splitlines()[0]
+    longer = line[:-1] + ', "more": ' + json.dumps([0.5] * 2000) + "}\n"
+    config = load_config(saved / "config.toml", {"output": str(saved)})
+    session = open_session(config)
+
+    def peak(num_lines):
+        with (saved / "rollouts.jsonl").open("a") as file:
+            file.writelines([longer.replace('"step": 1', '"step": 2')] * num_lines + [longer.replace("1", "3", 1)])
+        tracemalloc.start()
+        RunFolder(saved).restore(config, session.model, session.optimizer)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert all(row["step"] <= 2 for row in rows(saved / "rollouts.jsonl"))
+        return most
+
+    few = max(peak(0), peak(10))
+    assert peak(200) < few + 500_000  # the lines are 2.4 million bytes
+
+
+@pytest.mark.parametrize("name", ["metrics", "rollouts", "evaluations", "events"])
+@pytest.mark.parametrize("line", ["{", '{"epoch": 1}', "[1]", "\udcff"])
+def test_a_damaged_line_is_told_and_a_file_of_lines_can_be_taken_away(saved, name, line):
+    file = saved / f"{name}.jsonl"
+    whole = rows(file)
+    with file.open("a", errors="surrogateescape") as log:
+        log.write(f'{{"step": 3}}\n{line}\n')  # behind the checkpoint
+    before = file.read_bytes()
+    with pytest.raises(RunError, match=rf"{file} is damaged \(.*\); remove it to resume without its past\."):
+        resume(saved)
+    assert file.read_bytes() == before
+    file.unlink()
+    resume(saved, {"steps": 3})
+    assert [row["step"] for row in rows(file)] == [3] * len([row for row in whole if row["step"] == 2])
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_field_that_differs(saved, values, tmp_path):

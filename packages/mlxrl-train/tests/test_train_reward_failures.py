@@ -9,7 +9,7 @@ import tomllib
 import numpy as np
 import pytest
 
-from mlxrl.train import RewardError, make_config, train
+from mlxrl.train import RewardError, RunError, make_config, train
 
 from .reading import lines
 
@@ -131,6 +131,27 @@ def test_a_run_that_a_reward_ended_goes_on_once_it_is_mended(values, tmp_path):
     source.write_text("def mine(completions):\n    return [float(len(text)) for text in completions]\n")
     (row,) = train(config, resume=True).metrics
     assert (row["step"], row["failed"]) == (5, 0)
+
+
+def test_a_run_that_a_reward_ended_says_so_where_every_episode_fails_afterwards(rooms, tmp_path):
+    source = tmp_path / "mended.py"
+    source.write_text("def mine(completions):\n    return [1.0]\n")
+    (tmp_path / "door.py").write_text(
+        "from pathlib import Path\nfrom mlxrl.env import StepResult\n\n"
+        "class Door:\n    max_turns = 2\n"
+        "    def reset(self):\n        return 'hello'\n"
+        "    def step(self, action):\n"
+        f"        if Path({str(tmp_path / 'stuck')!r}).exists():\n            raise OSError\n"
+        "        return StepResult('', 1.0, terminated=True)\n"
+        "    def state_id(self, observation):\n        return observation\n\n"
+        "def door(task, seed, index):\n    return Door()\n"
+    )
+    config = make_config(rooms(env_name=f"{tmp_path / 'door.py'}:door", rewards=[{"name": f"{source}:mine"}], steps=4))
+    with pytest.raises(RewardError, match="failed on every row in 3 steps in a row"):
+        train(config)
+    (tmp_path / "stuck").touch()
+    with pytest.raises(RunError, match="no trajectory had a reward in 4 steps in a row; the first failed with"):
+        train(config, resume=True)
 
 
 def test_a_reward_that_scores_in_one_of_several_ways_says_in_which(values, tmp_path):

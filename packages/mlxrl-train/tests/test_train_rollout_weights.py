@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxrl.policy.testing import make_tiny_model
 from mlxrl.train import Observer, load_config, make_config, open_session, resume, train
 from mlxrl.train.rollout_weights import choose_weights, watch_mismatch
 from mlxrl.train.run_folder import RunState
@@ -216,6 +217,23 @@ def test_the_first_of_several_updates_is_judged(values):
     fields = values(rollout=MERGED, steps=1, update={"updates_per_batch": 3}, optimizer={"learning_rate": 0.1})
     (metrics,) = train(make_config(fields)).metrics
     assert metrics["rollout/mismatch"] < 1e-4 < metrics["sampling_logp_difference/mean"]
+
+
+def test_a_share_that_teaches_nothing_is_not_what_is_judged(values, tmp_path):
+    (tmp_path / "one.py").write_text("def one(completions, **_):\n    return [1.0] + [0.0] * (len(completions) - 1)\n")
+    fields = {"rollout": MERGED, "steps": 4, "group_size": 2, "groups_per_step": 4, "update": {"minibatches": 4}}
+    fields |= {"rewards": [{"name": f"{tmp_path / 'one.py'}:one"}], "logging": {"full_score_every": 0}}
+    # of 8 rows the 2 of one group teach something, and the first of four shares has neither in half of the steps
+    assert all(0 < row["rollout/mismatch"] < 1e-4 for row in train(make_config(values(**fields))).metrics)
+    assert events(tmp_path / "run") == []
+
+
+def test_of_a_model_whose_memory_is_not_counted_no_copy_is_made(values, tmp_path):
+    model = make_tiny_model(tmp_path / "mixed", conv_window=4)
+    train(make_config(values(model_id=str(model), rollout=AUTO, steps=1)))
+    (choice,) = events(tmp_path / "run")
+    assert choice["weights"] == "shared"
+    assert choice["reason"] == "whether a merged copy fits into the memory cannot be predicted for this model"
 
 
 def test_evaluations_of_a_run_draw_as_they_are_told_on_the_engine_of_the_run(values, project):

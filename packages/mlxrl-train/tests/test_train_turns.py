@@ -69,7 +69,11 @@ def test_turns_that_depend_on_the_task_are_those_of_the_longest_and_what_is_aske
     assert Counter((tmp_path / "noted").read_text().split()) == {"made": 7, "closed": 7}
     assert session.curriculum.max_turns == 7
     assert session.algorithm.reduction.max_tokens == 7 * 4
-    assert open_session(make_config(fields | {"max_turns": 5})).curriculum.max_turns == 5
+    for turns in (5, 9):  # what is set counts, for other tasks may have more than those asked
+        session = open_session(make_config(fields | {"max_turns": turns}))
+        assert session.curriculum.max_turns == turns
+        assert session.algorithm.reduction.max_tokens == turns * 4
+    session = open_session(make_config(fields))
     # an episode is charged by its own limit: the first task's has one turn of 4 tokens, where 20 do not fit
     step = train_step(session, 0)
     played = [t for t in step.groups.sampled if not t.failed]

@@ -4,7 +4,14 @@ from mlxrl.train import _platform as _platform
 from mlxrl.train.batch import TrainBatch, batch_from_rollouts, batch_from_trajectories, make_batch
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_schema, config_toml, load_config, make_config, parse_override
-from mlxrl.train.errors import ConfigError, DynamicSamplingError, RewardError, RunError, RunFolderError
+from mlxrl.train.errors import (
+    ConfigError,
+    DynamicSamplingError,
+    RewardError,
+    RunError,
+    RunFolderError,
+    UnplannedError,
+)
 from mlxrl.train.evaluation import Evaluation, evaluate
 from mlxrl.train.loop import Observer, TrainResult, located_config, resume, resumed_config, train
 from mlxrl.train.plan import Plan, config_field, fitted_overrides, make_plan, memory_backend
@@ -34,6 +41,7 @@ __all__ = [
     "TrainBatch",
     "TrainConfig",
     "TrainResult",
+    "UnplannedError",
     "batch_from_rollouts",
     "batch_from_trajectories",
     "batch_gradient",

@@ -87,8 +87,8 @@ def make_batch(
 ) -> TrainBatch:
     """Lay out trajectories, score them where the algorithm needs it, and take advantages and weights.
 
-    Only rows whose loss reads old or reference log-probs are scored: those that count in it, and for old ones, unless
-    the algorithm's advantages need them, those that can move the policy.
+    Only rows that need old or reference log-probs are scored: those that count in the baseline, where the algorithm's
+    advantages read them; else those that count in the loss, and for old ones those that can move the policy.
 
     Args:
         model: the policy.
@@ -112,14 +112,18 @@ def make_batch(
         The batch.
     """
     segments = tuple(trajectory.segments for trajectory in trajectories)
-    view = trajectory_view(trajectories, rewards, reward_weights, mask_truncated_rows=mask_truncated_rows)
+    view = trajectory_view(trajectories, rewards, reward_weights)
+    roles, in_baseline = view.roles, _weights(algorithm, view) != 0
+    if mask_truncated_rows:
+        view = replace(view, roles=mask_truncated(roles, view.truncated))
 
     weights, world_model = _weights(algorithm, view), echo_weights(view.echo_mask, view.counted)
     echoed = (world_model != 0) if echo else mx.zeros(weights.shape, dtype=mx.bool_)
     counted = (weights != 0) | echoed
     forwards = {"old": 0, "reference": 0}
 
-    def logprobs(kind: str, tokens: mx.array) -> mx.array:
+    def logprobs(kind: str, loss_tokens: mx.array) -> mx.array:
+        tokens = loss_tokens | in_baseline if kind in algorithm.needs_logprobs else loss_tokens
         limits = {"pad_token_id": pad_token_id, "max_tokens": max_tokens, "max_rows": max_rows}
         scored, forwards[kind] = score_trajectories(
             model, segments, view.roles, rows=rows_with(tokens), temperature=temperature, **limits
@@ -131,7 +135,7 @@ def make_batch(
             view = replace(view, reference_logprobs=logprobs("reference", counted))
     if "old" in algorithm.needs_logprobs:
         view = replace(view, old_logprobs=logprobs("old", counted))
-    advantages = algorithm.advantages(view)
+    advantages = algorithm.advantages(replace(view, roles=roles))  # of what is masked too: it is in the baseline
     if old and view.old_logprobs is None:
         moving = counted if reference or full_score else (weights != 0) & (advantages != 0) | echoed
         view = replace(view, old_logprobs=logprobs("old", moving))
@@ -151,8 +155,6 @@ def trajectory_view(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[Sequence[float | None]],
     reward_weights: Sequence[float],
-    *,
-    mask_truncated_rows: bool = False,
 ) -> AlgorithmBatch:
     """What an algorithm sees of trajectories before any forward pass: rewards, groups, roles, turns, states.
 
@@ -160,21 +162,18 @@ def trajectory_view(
         trajectories: B trajectories.
         rewards: `[B][K]`, a reward per reward function; None abstains.
         reward_weights: `[K]`.
-        mask_truncated_rows: see `make_batch`.
     """
     segments = [trajectory.segments for trajectory in trajectories]
-    truncated = [trajectory.truncated for trajectory in trajectories]
-    roles_B_T = _padded([_trained(parts, "roles") for parts in segments], np.int32)
     return AlgorithmBatch(
         rewards=rewards,
         reward_weights=reward_weights,
         group_ids=[trajectory.group_id for trajectory in trajectories],
-        roles=mask_truncated(roles_B_T, truncated) if mask_truncated_rows else roles_B_T,
+        roles=_padded([_trained(parts, "roles") for parts in segments], np.int32),
         turns=_padded([_trained(parts, "turns") for parts in segments], np.int32),
         turn_rewards=[[turn.reward for turn in trajectory.turns] for trajectory in trajectories],
         state_ids=[[turn.state_id for turn in trajectory.turns] for trajectory in trajectories],
         valid=[not trajectory.failed for trajectory in trajectories],
-        truncated=truncated,
+        truncated=[trajectory.truncated for trajectory in trajectories],
         sampler_logprobs=_padded([_trained(parts, "sampler_logprobs") for parts in segments], np.float32),
     )
 

@@ -206,7 +206,8 @@ class TrainConfig(Section):
     """Arguments of the chat template, for example {enable_thinking = false}; one that it never mentions is told."""
 
     quant_bits: Literal[4, 8, 16, 32] | None = None
-    """Bits a weight that the model must have; checked against the model, changes nothing."""
+    """Bits a weight that the model must have, where 16 and 32 both say that it is not quantized, whatever type its
+    weights have; checked against the model, changes nothing."""
     adapter: str | None = None
     """Folder of an adapter to continue from; its rank, scale, kind and layers must be those of this config."""
     rank: Positive = 16

@@ -98,7 +98,7 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{name}: {section} is not a section of the config.")
+            raise ConfigError(f"{name}: {section} is not a section of the config; set {section} as a whole.")
         values = inner
     values[field] = value
 

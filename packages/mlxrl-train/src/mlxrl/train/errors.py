@@ -5,6 +5,10 @@ class ConfigError(ValueError):
     """A config that cannot be run; the message names each field, its value, and what to set."""
 
 
+class UnplannedError(ConfigError):
+    """A config that can be run, of a model whose memory cannot be predicted; the message says why."""
+
+
 class RunError(RuntimeError):
     """A run that cannot start, go on or be resumed; the message names the folder or file and what to do."""
 

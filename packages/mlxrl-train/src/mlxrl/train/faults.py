@@ -48,11 +48,12 @@ def ending_fault(state: RunState, step: Step, config: TrainConfig, folder: RunFo
             f"the policy or its gradient was not finite in {state.nonfinite_in_a_row} steps in a row; start a new run "
             f"with a lower optimizer.learning_rate{start}."
         )
-    for name, steps in state.failing_rewards.items():
+    for fault in step.groups.reward_log.faults:
+        steps = state.failing_rewards.get(fault.reward, 0)
         if steps >= MAX_FAILING_STEPS:
-            reason = next(str(fault) for fault in step.groups.reward_log.faults if fault.reward == name)
             return RewardError(
-                f"reward {name!r} failed on every row in {steps} steps in a row; it {reason}; mend it and resume."
+                f"reward {fault.reward!r} failed on every row in {steps} steps in a row; "
+                f"it {fault}; mend it and resume."
             )
     if state.unscored_in_a_row >= MAX_UNSCORED_STEPS:
         reasons = [trajectory.error for trajectory in step.groups.sampled if trajectory.error is not None]
@@ -64,6 +65,16 @@ def ending_fault(state: RunState, step: Step, config: TrainConfig, folder: RunFo
             "easy or too hard for the policy: choose others, raise group_size, or turn algorithm.dynamic_sampling off."
         )
     return None
+
+
+def broken_end(state: RunState, config: TrainConfig, folder: RunFolder) -> list[dict[str, Any]]:
+    """A line for events.jsonl where the run is over and its last steps were not finite."""
+    if state.step < config.steps or not state.nonfinite_in_a_row:
+        return []
+    sound = folder.saved_before(state.step - state.nonfinite_in_a_row)
+    known = "" if sound is None else f"; {sound} is the last checkpoint known to be sound"
+    reason = f"the run ends with {state.nonfinite_in_a_row} steps that were not finite: its policy may be broken{known}"
+    return [{"step": state.step, "event": "broken", "reason": reason}]
 
 
 def fault_events(step: Step) -> list[dict[str, Any]]:
@@ -126,7 +137,7 @@ def watch_groups(state: RunState, trajectories: Sequence[Trajectory]) -> list[di
             continue
         first = begun.setdefault(trajectory.group_id, trajectory)
         ours, theirs = (as_messages(t.turns[0].observation) for t in (trajectory, first))
-        if list(ours) == list(theirs):
+        if _words(ours) == _words(theirs):
             continue
         state.group_warned = True
         reason = (
@@ -136,6 +147,11 @@ def watch_groups(state: RunState, trajectories: Sequence[Trajectory]) -> list[di
         )
         return [{"step": state.step, "event": "group_differs", "group": trajectory.group_id, "reason": reason}]
     return []
+
+
+def _words(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Who says what; what else a message carries may be anything."""
+    return [(message["role"], message["content"]) for message in messages]
 
 
 def _shown(messages: Sequence[Message]) -> str:

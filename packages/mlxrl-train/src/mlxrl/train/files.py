@@ -4,19 +4,24 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+def aside(path: Path) -> Path:
+    """Where a file, folder or link is written before it is moved into place."""
+    return path.with_name(f".{path.name}.new")
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file's content at once."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("w") as file:
+    new = aside(path)
+    with new.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    new.replace(path)
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
@@ -26,27 +31,27 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
         path: the folder; one that is there already is replaced.
         fill: writes the files into the folder it is given.
     """
-    aside = path.with_name(f".{path.name}.new")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    fill(aside)
-    for file in aside.iterdir():
+    new = aside(path)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    fill(new)
+    for file in new.iterdir():
         _sync(file)
-    _sync(aside)
+    _sync(new)
     if path.exists():
         shutil.rmtree(path)
-    aside.rename(path)
+    new.rename(path)
     _sync(path.parent)
 
 
 def point_link(link: Path, target: Path) -> None:
     """Point a relative symbolic link at a folder, replacing where it pointed before."""
-    aside = link.with_name(f".{link.name}.new")
-    aside.unlink(missing_ok=True)
+    new = aside(link)
+    new.unlink(missing_ok=True)
     if link.is_dir() and not link.is_symlink():  # a copy of the run, made by following links
         remove(link)
-    aside.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
-    aside.replace(link)
+    new.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+    new.replace(link)
 
 
 def remove(path: Path) -> None:
@@ -58,9 +63,12 @@ def remove(path: Path) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append JSON objects, a line each, and flush them to disk; numbers that are not finite, however deep, are null."""
+    """Append JSON objects, a line each, and flush them to disk.
+
+    Numbers that are not finite, however deep, are null, and what JSON does not know, such as a date, is its text.
+    """
     with path.open("a") as file:
-        file.writelines(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+        file.writelines(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
@@ -69,19 +77,44 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file of lines; a last line that was cut off in writing is left out."""
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
-    return rows
+    with path.open("rb") as file:
+        return list(_rows(file))
 
 
-def _finite(value: Any) -> Any:
+def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut a file of lines off before the first that is not to be kept, and a last one that was cut off in writing.
+
+    All lines are read, one at a time: one that is damaged behind the cut is found as well.
+
+    Args:
+        path: the file; where it is not there, nothing is done.
+        keep: whether an object is to be kept.
+    """
+    if not path.exists():
+        return
+    end, kept = 0, True
+    with path.open("r+b") as file:
+        for row in _rows(file):
+            kept = keep(row) and kept
+            end = file.tell() if kept else end
+        file.truncate(end)
+        os.fsync(file.fileno())
+
+
+def _rows(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    for line in file:
+        if line.endswith(b"\n"):
+            yield json.loads(line)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _sync(path: Path) -> None:

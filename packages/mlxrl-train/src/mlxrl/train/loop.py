@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlxrl.rollout import Trajectory
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import load_config
-from mlxrl.train.errors import DynamicSamplingError, RewardError, RunFolderError
+from mlxrl.train.errors import RunFolderError
 from mlxrl.train.evaluation import Evaluation, evaluate
-from mlxrl.train.faults import count_faults, ending_fault, failure_events, fault_events, watch_groups
+from mlxrl.train.faults import broken_end, count_faults, ending_fault, failure_events, fault_events, watch_groups
 from mlxrl.train.files import read_lines
 from mlxrl.train.inputs import data_digests, with_absolute_paths
 from mlxrl.train.memory_watch import plan_to_watch, planned_memory, watch_memory
@@ -81,9 +81,9 @@ def train(
 
     Raises:
         ConfigError: the config cannot be run.
-        RunError: the run folder cannot be used, or too many steps in a row came to nothing (DynamicSamplingError where
-            no group had anything to teach); the last checkpoint stays.
-        RewardError: a reward function failed on every row, step after step; a checkpoint is saved.
+        RunError: the run folder cannot be used, or too many steps in a row came to nothing: DynamicSamplingError where
+            no group had anything to teach, RewardError where a reward function failed on every row. A checkpoint is
+            saved, except of a policy that is not finite.
     """
     observer = observer or Observer()
     config = located_config(config, resume=resume)  # an environment may change the working directory
@@ -159,10 +159,11 @@ def _train(
         metrics.append(step.metrics)
         peak = int(step.metrics["peak_memory_gb"] * 2**30)
         warn([*watch_groups(state, step.groups.sampled), *watch_memory(state, f"step {state.step}", peak, plan)])
+        warn(broken_end(state, config, folder))
         observer.on_step(step.metrics, step.groups.sampled)
         fault = ending_fault(state, step, config, folder)
-        sound = isinstance(fault, DynamicSamplingError | RewardError)  # the policy that such a fault leaves behind
-        last = state.step == config.steps or sound
+        # a fault of the tasks, not of the policy, which is as good as before
+        last = state.step == config.steps or (fault is not None and not state.nonfinite_in_a_row)
         if last and folder.batch_file is not None and step.batch is not None:
             save_batch(folder.batch_file, step.batch)
         due = due or (config.checkpoint.every > 0 and state.step % config.checkpoint.every == 0)

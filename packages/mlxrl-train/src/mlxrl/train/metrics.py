@@ -85,7 +85,7 @@ def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
     for name in steps[0]:
         values = [step[name] for step in (scoring if name in MEASURED else steps)]
         if name.endswith("/max"):
-            combined[name] = max(values)
+            combined[name] = float(np.max(values))  # NaN if one is, which max may pass over
         elif name in COUNTS:
             combined[name] = math.fsum(values)
         else:

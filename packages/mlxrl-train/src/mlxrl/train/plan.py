@@ -12,6 +12,7 @@ from mlxrl.memory import (
     MemoryEstimate,
     ModelShape,
     RunShape,
+    UncountedError,
     available_memory,
     estimate,
     fit,
@@ -20,7 +21,7 @@ from mlxrl.memory import (
 from mlxrl.policy import ModelError, find_model, is_target, on_cuda
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import load_config
-from mlxrl.train.errors import ConfigError
+from mlxrl.train.errors import ConfigError, UnplannedError
 from mlxrl.train.optimizers import STATES
 
 # Where a field of the run's shape lives in the config, when it has another name there.
@@ -49,31 +50,34 @@ class Plan:
     fit: FitResult
 
 
-def make_plan(config: TrainConfig, *, max_turns: int = 1, available_bytes: int | None = None) -> Plan:
+def make_plan(config: TrainConfig, *, max_turns: int | None = None, available_bytes: int | None = None) -> Plan:
     """Predict the peak device memory of a run from the model's config.json; nothing is loaded.
 
     Args:
         config: the run.
-        max_turns: turns of an episode, where the config leaves them to the environment.
+        max_turns: turns of an episode, where they are known; by default the config's, or else 1.
         available_bytes: the budget; by default what this machine has.
 
     Raises:
         ConfigError: the model's config.json cannot be had or understood, or has no layers of the names in the config.
+        UnplannedError: its blocks are of a kind that is not counted.
     """
+    max_turns = max_turns or config.max_turns or 1
     try:
         shape = model_shape(config.model_id)
     except ModelError as error:
         raise ConfigError(str(error)) from error
+    except UncountedError as error:
+        raise UnplannedError(f"model_id = {config.model_id!r}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"model_id = {config.model_id!r}: {error}") from error
     model = adapted(shape.on(memory_backend()), config)
     context = config.rollout.max_context or model.context_length
-    run = run_shape(config, max_turns=config.max_turns or max_turns, max_context=context)
+    run = run_shape(config, max_turns=max_turns, max_context=context)
     budget = device_memory() if available_bytes is None else available_bytes
     if config.rollout.weights == "auto" and estimate(model, run).peak > budget:
         run = replace(run, has_merged_copy=False)
-    turns = min(max_turns, config.max_turns or max_turns)
-    fitted = fit(model, run, budget, lambda field, value: refusal(config, turns, field, value))
+    fitted = fit(model, run, budget, lambda field, value: refusal(config, max_turns, field, value))
     return Plan(model, run, estimate(model, run), fitted)
 
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlxrl.env import Environment, Message, StepResult, SyncEnv
 from mlxrl.policy import ModelError
 from mlxrl.rollout import RolloutRequest, group_requests
+from mlxrl.train.memory_watch import plan_to_watch
 from mlxrl.train.metrics import Metrics
-from mlxrl.train.plan import make_plan
 from mlxrl.train.run_folder import CHOICE, RunState
 from mlxrl.train.session import Session
 
@@ -55,7 +55,10 @@ def choose_weights(session: Session, *, available_bytes: int | None = None) -> C
         session: the run's live objects; `session.engine.weights` is left for the caller to set.
         available_bytes: the budget; by default what this machine has.
     """
-    plan = make_plan(session.config, max_turns=session.curriculum.max_turns, available_bytes=available_bytes)
+    turns = session.curriculum.max_turns
+    plan = plan_to_watch(session.config, max_turns=turns, available_bytes=available_bytes)
+    if plan is None:
+        return Choice("shared", "whether a merged copy fits into the memory cannot be predicted for this model", {})
     if not plan.run.has_merged_copy:
         return Choice("shared", "a merged copy does not fit into the memory that was planned with", {})
     requests = _openings(session)

@@ -1,14 +1,13 @@
 """A run on disk: its config, what happened in every step, and checkpoints to go on from."""
 
-import errno
-import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +18,8 @@ from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, load_adapter, sav
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_toml, load_config
 from mlxrl.train.errors import RunFolderError
-from mlxrl.train.files import append_lines, point_link, read_lines, remove, write_folder, write_text
+from mlxrl.train.files import append_lines, aside, cut_lines, point_link, read_lines, remove, write_folder, write_text
+from mlxrl.train.folder_lock import FolderLock, holds_something
 from mlxrl.train.inputs import data_digests
 
 STATE, OPTIMIZER, DIGESTS = "state.json", "optimizer.safetensors", "sha256.json"
@@ -86,7 +86,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.adapters = path / "adapters"
         self.initial_adapter = path / "initial_adapter"
-        self._lock: IO[str] | None = None
+        self.lock = FolderLock(path)
 
     @property
     def logs(self) -> tuple[Path, ...]:
@@ -94,21 +94,12 @@ class RunFolder:
         return self.metrics, self.rollouts, self.evaluations, self.events
 
     def start(self, config: TrainConfig, model: nn.Module, report: PolicyReport, lora: LoRAConfig) -> None:
-        """Make the folder, without anything of an earlier run, and write the config; other files stay.
+        """Remove what an earlier run left, and write the config at last; other files stay.
 
-        An adapter that the run continues from is copied into it, for its own folder may change.
-
-        Raises:
-            RunFolderError: another process writes to the folder.
+        An adapter that the run continues from is copied into the folder, for its own may change.
         """
-        self._claim()
-        for file in (self.config, *self.logs):
-            file.unlink(missing_ok=True)
-        remove(self.adapters)
-        remove(self.initial_adapter)
-        for folder in (*self.checkpoints.glob("step-*"), *self.checkpoints.glob(".step-*.new")):
-            shutil.rmtree(folder)
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        self.checkpoints.mkdir(exist_ok=True)
 
         def fill(folder: Path) -> None:
             save_adapter(model, folder, lora, report.target_keys)
@@ -117,6 +108,15 @@ class RunFolder:
         if config.adapter is not None:
             write_folder(self.initial_adapter, fill)
         write_text(self.config, config_toml(config))
+
+    def _clear(self) -> None:
+        """Remove what a run makes, but the config, which tells that a run was here until another takes its place."""
+        for path in (*self.logs, self.adapters, self.initial_adapter):
+            remove(path)
+        for path in (self.config, self.adapters, self.initial_adapter):
+            remove(aside(path))
+        for folder in (*self.checkpoints.glob("step-*"), *self.checkpoints.glob(".step-*.new")):
+            shutil.rmtree(folder)
 
     def started_from(self, config: TrainConfig) -> Path | None:
         """The folder's own copy of the adapter that the run continues from, if it continues from one.
@@ -183,10 +183,8 @@ class RunFolder:
         A run that has no checkpoint yet starts over; of its past stands what was measured at its start.
 
         Raises:
-            RunFolderError: the checkpoint cannot be read, is damaged, or belongs to another config; or another process
-                writes to the folder.
+            RunFolderError: the checkpoint cannot be read, is damaged, or belongs to another config.
         """
-        self._claim()
         saved = self._saved()
         if saved:
             state = self._load(saved[-1], config, model, optimizer)
@@ -200,12 +198,12 @@ class RunFolder:
             )
         for file in self.logs:
             try:
-                kept = [row for row in read_lines(file) if (row["step"] <= state.step if saved else _is_choice(row))]
+                cut_lines(file, (lambda row: row["step"] <= state.step) if saved else _is_choice)
             except (ValueError, KeyError, TypeError) as error:
                 raise RunFolderError(f"{file} is damaged ({error}); remove it to resume without its past.") from error
-            write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
-            if not saved and kept:
-                state.rollout_weights = kept[0]["weights"]
+        if not saved:
+            for choice in read_lines(self.events):
+                state.rollout_weights = choice["weights"]
         write_text(self.config, config_toml(config))
         self._drop_oldest(state, config)  # a run may be killed after its last save, before it did
         return state
@@ -231,26 +229,13 @@ class RunFolder:
         mx.eval(optimizer.state)  # before the files may change
         return state
 
-    def _claim(self) -> None:
-        """Keep other processes from running in the folder, until `release`.
-
-        The system gives the lock back when the process ends, however it ends, and no process that it began inherits it.
-        A file system without locks keeps nobody out.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise RunFolderError(
-                    f"another process runs in {self.path}; wait until it ends or stop it, or choose another output."
-                ) from error
-
     def release(self) -> None:
-        """Let other processes run in the folder again, where `start` or `restore` kept them from it."""
-        if self._lock is not None:
-            self._lock.close()
+        """Let other processes run in the folder again; where no run has started in it, nothing of one stays."""
+        has_run = self.config.is_file()
+        if not has_run and self.lock.is_new:
+            self._clear()
+            remove(self.checkpoints)
+        self.lock.give_back(unused=not has_run)
 
     def _saved(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step-*"))
@@ -312,7 +297,7 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def open_run(config: TrainConfig, *, resume: bool = False, force: bool = False) -> RunFolder:
-    """Find the folder of a run and refuse one that cannot be used; nothing is written yet.
+    """Find the folder of a run, refuse one that cannot be used, and keep other processes from it until its `release`.
 
     Args:
         config: names the folder with `output`, or leaves it to the first free runs/ENVIRONMENT-ALGORITHM-NUMBER.
@@ -320,41 +305,50 @@ def open_run(config: TrainConfig, *, resume: bool = False, force: bool = False) 
         force: replace the run that is there.
 
     Raises:
-        RunFolderError: the folder cannot be made, holds something and neither was asked for, holds no run, or there is
-            nothing to resume.
+        RunFolderError: the folder cannot be made, holds something and neither was asked for, holds no run, another
+            process runs in it, or there is nothing to resume.
     """
-    path, batch_file = output_paths(config)
-    folder = RunFolder(path, batch_file)
+    if resume and config.output is None:
+        raise RunFolderError("resuming needs the run's folder; name it with output.")
+    folder = RunFolder(*output_paths(config))
     try:
-        _probe(path)
+        if config.output is None:
+            while not folder.lock.take(new=True):  # another process was faster
+                folder = RunFolder(*output_paths(config))
+            return folder
+        _check(folder, resume=resume, force=force)
+        if not folder.lock.take():
+            raise RunFolderError(
+                f"another process runs in {folder.path}; wait until it ends or stop it, or choose another output."
+            )
     except (OSError, ValueError) as error:
         raise RunFolderError(
-            f"output = {config.output!r} cannot be a folder here ({error}); choose another."
+            f"output = {str(folder.path)!r} cannot be a folder here ({error}); choose another."
         ) from error
+    try:
+        _check(folder, resume=resume, force=force)  # another process may have run in it since
+    except RunFolderError:
+        folder.release()
+        raise
+    return folder
+
+
+def _check(folder: RunFolder, *, resume: bool, force: bool) -> None:
+    """Refuse a folder that holds something else than is asked for; arguments as for `open_run`."""
+    path = folder.path
     holds_run = folder.config.is_file() and folder.checkpoints.is_dir()
     if resume:
-        if config.output is None:
-            raise RunFolderError("resuming needs the run's folder; name it with output.")
         if not holds_run:
             raise RunFolderError(f"{path} holds no run to resume; name the folder of one, or leave out --resume.")
-        return folder
-    if path.exists() and not path.is_dir():
+    elif os.path.lexists(path) and not path.is_dir():
         raise RunFolderError(f"{path} is a file, and a run needs a folder; choose another output.")
-    if path.exists() and any(path.iterdir()):
+    elif path.is_dir() and holds_something(path):
         if not force:
             raise RunFolderError(
                 f"{path} exists; go on with --resume, replace it with --force, or choose another output."
             )
         if not holds_run:
             raise RunFolderError(f"{path} is not empty and holds no run, so it is not replaced; choose another output.")
-    return folder
-
-
-def _probe(path: Path) -> None:
-    """Make the folder and take it away again, to know that it can be made."""
-    if not path.exists():
-        path.mkdir(parents=True)
-        path.rmdir()
 
 
 def output_paths(config: TrainConfig) -> tuple[Path, Path | None]:
@@ -364,6 +358,6 @@ def output_paths(config: TrainConfig) -> tuple[Path, Path | None]:
         return (path.with_suffix(""), path) if path.suffix == ".npz" else (path, None)
     name = f"{Path(config.env_name.partition(':')[0]).stem}-{config.algorithm.name}"
     number = 1
-    while (path := Path("runs") / f"{name}-{number:03d}").exists():
+    while os.path.lexists(path := Path("runs") / f"{name}-{number:03d}"):
         number += 1
     return path.absolute(), None

@@ -60,7 +60,7 @@ def train_step(session: Session, step: int) -> Step:
         "lr": learning_rate(config.optimizer, step, config.steps),
         **cost_metrics(groups.costs),
         "rollout/merged": float(session.engine.weights == "merged"),
-        "rollout/mismatch": taken[0]["sampling_logp_difference/mean"],  # later updates move on from what was sampled
+        "rollout/mismatch": _first_scored(taken)["sampling_logp_difference/mean"],
         "peak_memory_gb": mx.get_peak_memory() / 2**30,
         **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
         "time/step": clock.elapsed(),
@@ -122,6 +122,11 @@ def _optimizer_batches(session: Session, batch: TrainBatch | None, step: int) ->
         random.Random(derive_seed(config.seed, step, update)).shuffle(rows)
         for part in range(min(config.update.minibatches, batch.size)):  # a filter may have kept fewer than there are
             yield batch.optimizer_batch(sorted(rows[part :: config.update.minibatches]), session.algorithm)
+
+
+def _first_scored(taken: list[Metrics]) -> Metrics:
+    """The first update that scored a row, if one did: later ones move on from what was sampled."""
+    return next((update for update in taken if update["scored_rows"]), taken[0])
 
 
 def _num_updates(config: TrainConfig) -> int:

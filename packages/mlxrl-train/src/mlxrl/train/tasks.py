@@ -3,6 +3,7 @@
 import operator
 import traceback
 from collections.abc import Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Curriculum:
         train: the tasks to train on.
         held_out: the tasks to evaluate on, as many as the config asks for.
         rewards: the reward functions, weighted.
-        max_turns: most turns of an episode, as the environments of some of the tasks have it.
+        max_turns: most turns of an episode: the config's, or else what the environments of some of the tasks have.
         single_turn: whether the environment is a plain prompt, which has nothing to do but to ask.
     """
 
@@ -46,11 +47,17 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
 
     The environments of some tasks are made, asked for their turns, and closed again: of the first four, and of four
     that are spread over the others, the last among them. Each has `rollout.env_timeout` to be made. One that is not, or
-    breaks, will fail its episodes and not the run, unless it is the first.
+    breaks, will fail its episodes and not the run, unless it is the first. The working directory is afterwards what it
+    was, wherever the user's code went.
 
     Raises:
         ConfigError: the environment, one of its options, its data, or a reward cannot be had; or nothing rewards.
     """
+    with chdir("."):
+        return _curriculum(config)
+
+
+def _curriculum(config: TrainConfig) -> Curriculum:
     options = dict(config.environment)
     if config.data is not None:
         data = config.data.model_dump(exclude_none=True, exclude={"overlong"})
@@ -74,7 +81,7 @@ def make_curriculum(config: TrainConfig) -> Curriculum:
     if isinstance(first, ConfigError):
         raise first
     most = max([first.max_turns, *(other.max_turns for other in others if isinstance(other, _Measured))])
-    max_turns = min(most, config.max_turns or most)
+    max_turns = 1 if first.single_turn else config.max_turns or most  # other tasks may have more than those measured
     longest, buffer = max_turns * config.max_completion_len, config.algorithm.overlong_buffer
     if buffer is not None and buffer > longest:
         raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from mlxrl.algo import Algorithm, Correction, KLEstimator, kl_penalty
@@ -325,5 +326,5 @@ def _means(sums: list[_Sums[float]]) -> Metrics:
         "clip_ratio": mean("clipped"),
         "entropy": mean("entropy"),
         "sampling_logp_difference/mean": mean("difference"),
-        "sampling_logp_difference/max": max((part.largest_difference for part in sums), default=math.nan),
+        "sampling_logp_difference/max": float(np.max([part.largest_difference for part in sums] or [math.nan])),
     }
