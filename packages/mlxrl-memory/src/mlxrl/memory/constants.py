@@ -32,6 +32,9 @@ KEPT_DELTA_VALUE = 5  # gated delta: output gate z, its sigmoid, recurrence outp
 
 # --- Rows that begin alike -------------------------------------------------------------------------------------------
 SHARING = 0.8  # the largest part of the tokens that two passes may leave, as `mlxrl.policy` has it
+# Slopes of the keys and values that rows take over, times these, where blocks are computed again: layer by layer they
+# come while others of these keys and values go (0.1 to 0.5 on the CPU, 0.5 on CUDA).
+FORKED_SLOPES = 0.5
 
 # --- Rollout ---------------------------------------------------------------------------------------------------------
 CACHE_STEP = 256  # mlx-lm's caches grow by so many positions

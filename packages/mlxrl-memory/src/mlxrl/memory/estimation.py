@@ -9,6 +9,7 @@ from mlxrl.memory.constants import (
     CACHE_STEP,
     DORA_NORM_COPIES,
     FLOAT32_BYTES,
+    FORKED_SLOPES,
     GRADIENT_COPIES,
     PREFILL_CHUNK,
     REFERENCE_TOKEN_BYTES,
@@ -182,7 +183,7 @@ def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
         together = states and (checkpointing or constants.delta_together)
         at_once = reading.tokens if together else reading.at_once
         # the slopes of what rows took over wait for the pass over their beginnings, while all else is small
-        slopes = forked * reading.forked if checkpointing else 0
+        slopes = FORKED_SLOPES * forked * reading.forked if checkpointing else 0
         backward = slopes + (working + states) * at_once
         return kept * reading.tokens + forked * reading.forked + max(head, backward)
 
