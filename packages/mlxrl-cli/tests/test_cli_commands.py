@@ -214,12 +214,13 @@ def test_each_reason_of_a_failure_is_printed_once_a_run_with_the_users_line(tmp_
         "    def step(self, action):\n        raise KeyError('boom' if self.first else 'boom later')\n"
         "    def state_id(self, observation):\n        return 0\n"
         "class Works(Fails):\n    def step(self, action):\n        return 'x', float(len(action)), True, {}\n"
-        "def make(task, seed, member):\n    made = (Works if member > 1 else Fails)()\n"
+        "def key(task, seed, member):\n    made = (Works if member > 1 else Fails)()\n"
         "    made.first = member == 0\n    return made\n"
     )
-    settings = ["env_name=mine.py:make", "eval.tasks=0", "environment={}", "rewards=[]"]
+    settings = ["env_name=mine.py:key", "eval.tasks=0", "environment={}", "rewards=[]"]
     options = [part for setting in settings for part in ("--set", setting)]
     output = cli("train", "--steps", 3, "--output", "run", *TINY, *options, folder=tmp_path).splitlines()
+    assert any("mine.py:key: " in line for line in output)  # which rich by itself would print with a picture of a key
     said = [
         f"  2 failed: step of the environment raised KeyError: '{what}' (mine.py, line 7); see events.jsonl"
         for what in ("boom", "boom later")

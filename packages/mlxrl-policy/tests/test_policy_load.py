@@ -188,6 +188,7 @@ def test_a_folder_without_config_is_no_model(tmp_path):
     [
         (b"{", "not valid JSON"),
         (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
         (b'{"a": 1}', "no model_type"),
         (b'["model_type"]', "no model_type"),
         (b"3", "no model_type"),

@@ -138,6 +138,20 @@ def test_a_run_that_came_and_went_just_before_a_folder_is_taken_stays(values, tm
     assert load_config(tmp_path / "run" / "config.toml").seed == 0
 
 
+def test_where_no_folder_can_be_made_a_start_says_so(values, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(tmp_path / "unplugged")
+    unnamed = values()
+    del unnamed["output"]
+    for fields in (unnamed, values(output="runs/mine")):
+        with pytest.raises(RunError, match="cannot be a folder here"):
+            train(make_config(fields))
+    (tmp_path / "batch.npz").mkdir()
+    with pytest.raises(RunError, match=r"batch\.npz is a folder, and the batch needs a file; choose another output"):
+        train(make_config(values(output="batch.npz")))
+    assert not (tmp_path / "batch").exists()
+
+
 def test_a_start_that_fails_leaves_neither_a_folder_nor_a_number_behind(values, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     unnamed = values(steps=1)

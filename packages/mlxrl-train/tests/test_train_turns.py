@@ -72,6 +72,10 @@ def test_turns_that_depend_on_the_task_are_those_of_the_longest_and_what_is_aske
     for turns in (5, 9):  # what is set counts, for other tasks may have more than those asked
         session = open_session(make_config(fields | {"max_turns": turns}))
         assert session.curriculum.max_turns == turns
+        told = [
+            reason for reason in session.inactive if reason.startswith("max_turns is above the 7 of the environments")
+        ]
+        assert len(told) == (turns > 7)
         assert session.algorithm.reduction.max_tokens == turns * 4
     session = open_session(make_config(fields))
     # an episode is charged by its own limit: the first task's has one turn of 4 tokens, where 20 do not fit

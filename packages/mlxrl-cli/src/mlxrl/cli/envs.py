@@ -47,7 +47,7 @@ def run_list() -> None:
         options += [_shown(option, default) for option, default in described.defaults.items()]
         told = Text.assemble(described.summary, "\n", (", ".join(options), "dim"))
         table.add_row(name, *_turns_and_reward(name), told)
-    console = Console()
+    console = Console(emoji=False)
     console.print(table)
     console.print()
     libraries = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -75,7 +75,9 @@ def run_library(library: str) -> None:
         raise ConfigError(str(error)) from error
     if not names:
         raise ConfigError(f"nothing lists the environments of {library}; name one as {library}:NAME.")
-    Console().print("\n".join(f"{library}:{name}" for name in names), highlight=False, markup=False, soft_wrap=True)
+    Console(emoji=False).print(
+        "\n".join(f"{library}:{name}" for name in names), highlight=False, markup=False, soft_wrap=True
+    )
 
 
 def run_episode(name: str, settings: Sequence[str], *, task: str | None, seed: int, at_random: bool) -> None:
@@ -95,7 +97,7 @@ def run_episode(name: str, settings: Sequence[str], *, task: str | None, seed: i
         )
     player = random_player(random.Random(seed)) if at_random else _ask
     by_hand = not at_random and sys.stdin.isatty()
-    console = Console()
+    console = Console(emoji=False)
     _say(console, f"{suite.name}, task {chosen.id}, seed {seed}, at most {_turns(environment.max_turns)}", "bold")
     if by_hand:
         _say(console, "Type what a model would say, \\n for a new line; Ctrl-D ends.", "dim")

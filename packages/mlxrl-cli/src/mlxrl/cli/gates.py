@@ -57,7 +57,7 @@ def toy_gate(seed: int, steps: int) -> None:
     """Train the embedded default and compare the mean reward of the first and the last five steps."""
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(None, {"seed": seed, "steps": steps, "output": f"{folder}/run"}, ())
-        with make_view(Console(), config) as view:
+        with make_view(Console(emoji=False), config) as view:
             result = train(config, observer=view)
     rewards = [metrics["reward"] for metrics in result.metrics]
     rise = sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5
@@ -109,7 +109,7 @@ def gsm8k(model: str | None, data: Path | None, steps: int, tasks: int, max_toke
             "output": output or f"{folder}/run",
         }
         config = load_config(None, values)
-        with make_view(Console(), config) as view:
+        with make_view(Console(emoji=False), config) as view:
             result = train(config, observer=view)
         accuracies = [evaluation.accuracy for _, evaluation in result.evaluations]
         saved = (result.folder / "adapters" / "adapters.safetensors").is_file()
@@ -166,7 +166,7 @@ def _show_shapes(report: PolicyReport) -> None:
         f"in {' and '.join(report.trainable_leaves)}",
     }
     for name, value in rows.items():
-        Console().print(f"{name:12}  {value}", highlight=False, soft_wrap=True)
+        Console(emoji=False).print(f"{name:12}  {value}", highlight=False, soft_wrap=True)
 
 
 def _model_id(model: str | None, architecture: str | None, folder: str) -> str:
@@ -236,7 +236,7 @@ def _bound() -> float:
 
 def finish(checks: Sequence[Check]) -> None:
     """Print each check with its outcome, and exit with 1 if one failed."""
-    console = Console()
+    console = Console(emoji=False)
     for name, passed, detail in checks:
         mark = "[green]pass[/green]" if passed else "[red]FAIL[/red]"
         console.print(f"{mark}  {name}  [dim]{escape(detail)}[/dim]", highlight=False)

@@ -24,7 +24,7 @@ def run_plan(
     """Print the plan of a config; exit code 1 if the run does not fit as asked."""
     config = read_config(path, options, settings)
     plan = plan_of(config, make_curriculum(config), available_memory_gb)
-    show_plan(Console(), plan)
+    show_plan(Console(emoji=False), plan)
     if not plan.fit.fits:
         sys.exit(1)
 

@@ -40,7 +40,7 @@ def run_train(
     force: bool,
 ) -> None:
     """Check the config and its memory, then train with a view fit for where the output goes."""
-    console = Console()
+    console = Console(emoji=False)
     if resume and force:
         raise ConfigError("--resume goes on with a run and --force replaces it; give one of them.")
 
@@ -56,7 +56,8 @@ def run_train(
         plan = plan_of(config, curriculum, available_memory_gb)
     except UnplannedError as error:
         if dry_run or auto_fit or available_memory_gb is not None:
-            raise
+            asked = "--dry-run, --auto-fit and --available-memory-gb"
+            raise UnplannedError(f"{error} Without {asked} it is trained unplanned.") from error
         warn(f"whether this run fits the memory is not known: {error}")
         plan = None
     if plan is not None and not plan.fit.fits and auto_fit:
@@ -101,7 +102,7 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
         raise RunFolderError(f"{folder} has no checkpoint yet; go on with train --resume.")
     session = open_session(config, adapter=adapter)  # whatever has become of the one that the run started from
     curriculum = session.curriculum
-    console = Console()
+    console = Console(emoji=False)
 
     def play(name: str) -> None:
         outcome = evaluate(
@@ -128,7 +129,7 @@ def run_eval(folder: Path, *, tasks: int, temperature: float) -> None:
 
 def warn(text: str) -> None:
     """A warning on standard error, one line."""
-    Console(stderr=True).print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def warnings_of(config: TrainConfig) -> list[str]:

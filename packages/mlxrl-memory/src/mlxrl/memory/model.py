@@ -96,7 +96,7 @@ class ModelShape:
             )
         try:
             config: Any = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} must hold JSON, but reading it failed ({error}); download it again.") from error
         if not isinstance(config, Mapping):
             raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}; download it again.")

@@ -156,7 +156,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:  # no JSON, or no text
+    except (ValueError, RecursionError) as error:  # no JSON, no text, or nested beyond all measure
         raise ModelError(f"{folder / 'config.json'} is not valid JSON: {error}.") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"{folder / 'config.json'} has no model_type; it does not describe a language model.")

@@ -81,24 +81,27 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return list(_rows(file))
 
 
-def cut_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut a file of lines off before the first that is not to be kept, and a last one that was cut off in writing.
+def size_of_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
+    """Bytes of a file of lines before the first that is not to be kept, or a last one that was cut off in writing.
 
     All lines are read, one at a time: one that is damaged behind the cut is found as well.
 
     Args:
-        path: the file; where it is not there, nothing is done.
+        path: the file.
         keep: whether an object is to be kept.
     """
-    if not path.exists():
-        return
     end, kept = 0, True
-    with path.open("r+b") as file:
+    with path.open("rb") as file:
         for row in _rows(file):
             kept = keep(row) and kept
             end = file.tell() if kept else end
-        file.truncate(end)
-        os.fsync(file.fileno())
+    return end
+
+
+def cut_off(path: Path, size: int) -> None:
+    """Keep the first bytes of a file alone."""
+    os.truncate(path, size)
+    _sync(path)
 
 
 def _rows(file: IO[bytes]) -> Iterator[dict[str, Any]]:

@@ -44,6 +44,8 @@ class FolderLock:
             self._folder.mkdir(parents=True)
             self.is_new = True
         except FileExistsError:
+            if not self._folder.parent.is_dir():  # a link to nowhere, which no process will take away
+                raise
             if new:
                 return False
         try:

@@ -47,7 +47,12 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum, template: str |
             "acts on a KL term only; set kl_beta above 0",
         ),
         (config.echo_alpha and turns == 1, "echo_alpha", one_turn),
-        ((config.max_turns or 0) > turns, "max_turns", f"is above the {turns} of the environment"),
+        (
+            (config.max_turns or 0) > curriculum.measured_turns,
+            "max_turns",
+            f"is above the {curriculum.measured_turns} of the environments that were asked; where no other task has "
+            "more turns, leave it out, for the memory plan and dr-grpo's constant go by it",
+        ),
         (
             config.eval.tasks > len(curriculum.held_out),
             "eval.tasks",

@@ -164,12 +164,12 @@ def _train(
         fault = ending_fault(state, step, config, folder)
         # a fault of the tasks, not of the policy, which is as good as before
         last = state.step == config.steps or (fault is not None and not state.nonfinite_in_a_row)
-        if last and folder.batch_file is not None and step.batch is not None:
-            save_batch(folder.batch_file, step.batch)
         due = due or (config.checkpoint.every > 0 and state.step % config.checkpoint.every == 0)
         if last or (due and not state.nonfinite_in_a_row):  # one of a broken policy waits for a finite step
             folder.save(state, config, session.model, session.optimizer, session.report, session.lora)
             due = False
+        if last and folder.batch_file is not None and step.batch is not None:
+            save_batch(folder.batch_file, step.batch)
         if fault is not None:
             raise fault
         evaluate_if_due()
@@ -201,7 +201,9 @@ def resumed_config(folder: str | Path, overrides: Mapping[str, Any] | None = Non
     folder = Path(folder)
     folder = folder.with_suffix("") if folder.suffix == ".npz" else folder
     if not (folder / "config.toml").is_file():
-        raise RunFolderError(f"{folder} holds no run to resume: there is no config.toml.")
+        raise RunFolderError(
+            f"{folder} holds no run to resume: there is no config.toml; name the folder of one, or leave out --resume."
+        )
     ending = ".npz" if (load_config(folder / "config.toml").output or "").endswith(".npz") else ""
     return load_config(folder / "config.toml", {**(overrides or {}), "output": f"{folder}{ending}"})
 

@@ -18,7 +18,17 @@ from mlxrl.policy import LoRAConfig, ModelError, PolicyReport, load_adapter, sav
 from mlxrl.train.config import TrainConfig
 from mlxrl.train.config_file import config_toml, load_config
 from mlxrl.train.errors import RunFolderError
-from mlxrl.train.files import append_lines, aside, cut_lines, point_link, read_lines, remove, write_folder, write_text
+from mlxrl.train.files import (
+    append_lines,
+    aside,
+    cut_off,
+    point_link,
+    read_lines,
+    remove,
+    size_of_lines,
+    write_folder,
+    write_text,
+)
 from mlxrl.train.folder_lock import FolderLock, holds_something
 from mlxrl.train.inputs import data_digests
 
@@ -196,11 +206,14 @@ class RunFolder:
             raise RunFolderError(
                 f"{self.path} has taken {state.step} steps already; set steps to more, not {config.steps}."
             )
-        for file in self.logs:
+        sizes: dict[Path, int] = {}
+        for file in filter(Path.exists, self.logs):
             try:
-                cut_lines(file, (lambda row: row["step"] <= state.step) if saved else _is_choice)
+                sizes[file] = size_of_lines(file, (lambda row: row["step"] <= state.step) if saved else _is_choice)
             except (ValueError, KeyError, TypeError) as error:
                 raise RunFolderError(f"{file} is damaged ({error}); remove it to resume without its past.") from error
+        for file, size in sizes.items():
+            cut_off(file, size)
         if not saved:
             for choice in read_lines(self.events):
                 state.rollout_weights = choice["weights"]
@@ -336,6 +349,8 @@ def open_run(config: TrainConfig, *, resume: bool = False, force: bool = False) 
 def _check(folder: RunFolder, *, resume: bool, force: bool) -> None:
     """Refuse a folder that holds something else than is asked for; arguments as for `open_run`."""
     path = folder.path
+    if folder.batch_file is not None and folder.batch_file.is_dir():
+        raise RunFolderError(f"{folder.batch_file} is a folder, and the batch needs a file; choose another output.")
     holds_run = folder.config.is_file() and folder.checkpoints.is_dir()
     if resume:
         if not holds_run:

@@ -31,6 +31,7 @@ class Curriculum:
         held_out: the tasks to evaluate on, as many as the config asks for.
         rewards: the reward functions, weighted.
         max_turns: most turns of an episode: the config's, or else what the environments of some of the tasks have.
+        measured_turns: most turns of the environments of these tasks.
         single_turn: whether the environment is a plain prompt, which has nothing to do but to ask.
     """
 
@@ -39,6 +40,7 @@ class Curriculum:
     held_out: Sequence[Any]
     rewards: tuple[NamedReward, ...]
     max_turns: int
+    measured_turns: int
     single_turn: bool
 
 
@@ -94,6 +96,7 @@ def _curriculum(config: TrainConfig) -> Curriculum:
         held_out=held_out[: config.eval.tasks],
         rewards=_rewards(config, suite, single_turn=first.single_turn),
         max_turns=max_turns,
+        measured_turns=most,
         single_turn=first.single_turn,
     )
 
