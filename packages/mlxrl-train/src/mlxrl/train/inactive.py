@@ -47,8 +47,9 @@ def inactive_fields(config: TrainConfig, curriculum: Curriculum, template: str |
             "acts on a KL term only; set kl_beta above 0",
         ),
         (config.echo_alpha and turns == 1, "echo_alpha", one_turn),
+        ((config.max_turns or 0) > 1 and curriculum.single_turn, "max_turns", "has no effect on plain prompts"),
         (
-            (config.max_turns or 0) > curriculum.measured_turns,
+            (config.max_turns or 0) > curriculum.measured_turns and not curriculum.single_turn,
             "max_turns",
             f"is above the {curriculum.measured_turns} of the environments that were asked; where no other task has "
             "more turns, leave it out, for the memory plan and dr-grpo's constant go by it",
