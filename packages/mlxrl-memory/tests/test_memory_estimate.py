@@ -54,11 +54,11 @@ MEASURED = [
     ("float32", 8, False, 197_730),
     ("float32", 4, True, 64_800),
     ("float32", 8, True, 69_200),
-    ("bfloat16", 2, False, 56_440),
-    ("bfloat16", 4, False, 80_320),
-    ("bfloat16", 8, False, 128_000),
-    ("bfloat16", 4, True, 50_270),
-    ("bfloat16", 8, True, 52_320),
+    ("bfloat16", 2, False, 43_860),
+    ("bfloat16", 4, False, 68_080),
+    ("bfloat16", 8, False, 117_520),
+    ("bfloat16", 4, True, 34_160),
+    ("bfloat16", 8, True, 36_190),
 ]
 
 
@@ -75,47 +75,33 @@ def test_update_activations_are_within_15_percent_of_the_measured_peak(dtype, la
     assert predicted(model, gradient_checkpointing=checkpointing) == pytest.approx(measured, rel=0.15)
 
 
-# The same with DoRA: of a quantised base each layer keeps the dense weights that it multiplied by
+# The same with DoRA, whose layers keep their outputs; of a quantised base no dense weights
 MEASURED_DORA = [
-    ("float32", None, False, 166_030),
-    ("bfloat16", None, False, 124_270),
-    ("float32", 4, False, 188_560),
-    ("bfloat16", 4, False, 136_050),
-    ("float32", None, True, 96_360),
-    ("bfloat16", None, True, 77_830),
-    ("float32", 4, True, 103_010),
-    ("bfloat16", 4, True, 81_650),
+    ("float32", None, False, 161_830),
+    ("bfloat16", None, False, 95_910),
+    ("float32", 4, False, 157_720),
+    ("bfloat16", 4, False, 95_920),
+    ("float32", None, True, 73_970),
+    ("bfloat16", None, True, 44_100),
+    ("float32", 4, True, 69_770),
+    ("bfloat16", 4, True, 44_440),
 ]
 
 
 @pytest.mark.parametrize(("dtype", "bits", "checkpointing", "measured"), MEASURED_DORA)
-def test_update_activations_of_dora_are_within_20_percent_of_the_measured_peak(dtype, bits, checkpointing, measured):
+def test_update_activations_of_dora_are_within_15_percent_of_the_measured_peak(dtype, bits, checkpointing, measured):
     model = measured_model(dtype, 4, bits)
-    assert predicted(model, gradient_checkpointing=checkpointing, use_dora=True) == pytest.approx(measured, rel=0.2)
-
-
-# MiB by which the peak of one gradient, weights included, is higher at 4 bits than in float32: DoRA on 4 blocks of 1024
-# and 3072. Without checkpoints all dense weights are there beside the packed ones; with them those of one block.
-MEASURED_MORE = [(False, 566.8 - 546.5), (True, 285.5 - 399.1)]
-
-
-@pytest.mark.parametrize(("checkpointing", "measured"), MEASURED_MORE)
-def test_a_quantised_model_takes_more_than_a_dense_one_with_dora_without_checkpointing(checkpointing, measured):
-    run = replace(WHOLE, use_dora=True, gradient_checkpointing=checkpointing)
-    packed, dense = (
-        estimate(measured_model("float32", 4, bits, hidden=1024), run).mlx_peak / 2**20 for bits in (4, None)
-    )
-    assert packed - dense == pytest.approx(measured, abs=12)
+    assert predicted(model, gradient_checkpointing=checkpointing, use_dora=True) == pytest.approx(measured, rel=0.15)
 
 
 # Adapters on some layers of 4 blocks: on the last so many, or on the queries and values of all
 MEASURED_SOME = [
-    ("float32", 1, 56_380),
-    ("float32", 2, 77_630),
-    ("float32", None, 95_170),
-    ("bfloat16", 1, 43_480),
-    ("bfloat16", 2, 55_400),
-    ("bfloat16", None, 58_780),
+    ("float32", 1, 56_570),
+    ("float32", 2, 76_910),
+    ("float32", None, 102_430),
+    ("bfloat16", 1, 31_740),
+    ("bfloat16", 2, 43_860),
+    ("bfloat16", None, 60_630),
 ]
 
 

@@ -7,7 +7,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from mlxrl.policy import (
@@ -19,6 +18,7 @@ from mlxrl.policy import (
     load_policy_with_lora,
     score,
 )
+from mlxrl.policy.dora import LeanDoRALinear
 from mlxrl.policy.lora import adapters_of
 
 PATH = "model.layers.3.self_attn.q_proj"
@@ -104,7 +104,7 @@ def test_dora_of_experts_is_refused_and_of_the_layers_beside_them_is_not(folders
         folders("qwen3_moe"), LoRAConfig(use_dora=True, targets=("self_attn", "mlp.gate"))
     )
     assert report.adapted_per_layer == (5, 5)
-    assert {type(module) for _, module in adapters_of(model)} == {DoRALinear}
+    assert {type(module) for _, module in adapters_of(model)} == {LeanDoRALinear}
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6])

@@ -7,10 +7,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlxrl.policy import LoRAConfig, load_policy_with_lora, score
+from mlxrl.policy.dora import LeanDoRALinear
 from mlxrl.policy.testing import make_tiny_model
 from mlxrl.train import ConfigError, make_config
 from mlxrl.train.optimizers import OPTIONS, OptimizerConfig, learning_rate, make_optimizer
@@ -119,7 +119,7 @@ def test_every_optimizer_trains_a_language_model(tmp_path_factory, name, use_dor
     lora = LoRAConfig(rank=2, use_dora=use_dora, targets=("self_attn",) if use_dora else ())
     model, _, _ = load_policy_with_lora(folder, lora)
     kinds = {type(module) for module in model.modules()}
-    assert (DoRALinear if use_dora else LoRASwitchLinear) in kinds
+    assert (LeanDoRALinear if use_dora else LoRASwitchLinear) in kinds
     tokens = np.random.default_rng(0).integers(5, 100, (4, 12))
     mask = np.arange(12) > 0
     loss = nn.value_and_grad(model, lambda: -score(model, tokens, np.broadcast_to(mask, tokens.shape)).logprobs.mean())

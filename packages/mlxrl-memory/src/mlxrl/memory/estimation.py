@@ -7,7 +7,6 @@ from mlxrl.memory.constants import (
     ADAPTER_BYTES,
     BATCH_TOKEN_BYTES,
     CACHE_STEP,
-    DORA_NORM_COPIES,
     FLOAT32_BYTES,
     FORKED_SLOPES,
     GRADIENT_COPIES,
@@ -83,8 +82,8 @@ def estimate(model: ModelShape, run: RunShape) -> MemoryEstimate:
                + max(kv_cache + rollout_activations, gradients + update_activations + batch) + runtime
 
     The prediction never falls when rows, lengths, turns, width, cache budget, micro-batch, rank, states or chunk grow.
-    A quantised model may take more than its dense original where dense weights are there beside the packed ones: those
-    of all layers with DoRA and no checkpoints (measured), the head's on CUDA, and those without an adapter in the
+    A quantised model takes no more than its dense original, but where dense weights are there beside the packed ones
+    and most of the model: the head's on CUDA, of a model that is almost all head; and those without an adapter in the
     merged copy of a float32 or float16 model, which else shares them.
 
     Args:
@@ -135,30 +134,28 @@ def _rollout_activations(model: ModelShape, run: RunShape) -> int:
     tokens = run.prompt_length if run.max_turns == 1 else max(run.prompt_length, run.width * run.max_observation_len)
     reading = min(tokens, PREFILL_CHUNK) * max(_kept_bytes(model, run, block) for block in model.blocks)
     factors = size * model.lora_parameters(run.lora_rank)
-    unpacked = sum(model.unpacked_bytes) + model.unpacked_head_bytes
+    unpacked = model.unpacked_block_bytes + model.unpacked_head_bytes
     # those in flight, and the packed ones, are taken to be no more than a dense model
     dense = constants.dequantised * min(unpacked, max(0, size * model.parameters - model.weight_bytes))
-    return factors + dense + math.ceil(max(decoding, reading)) + _dora_layer(model, run)
+    return factors + dense + math.ceil(max(decoding, reading))
 
 
 def _kept_bytes(model: ModelShape, run: RunShape, block: Block) -> float:
     """Bytes per token that a gradient keeps of a block, attention scores included."""
     scores = block.score_bytes(run.sequence_length, model.dtype_bytes, run.constants.fused_head_dim)
-    return block.kept_bytes(model.dtype_bytes, run.use_dora) + scores
+    return block.kept_bytes(model.dtype_bytes) + scores
 
 
 def _update_activations(model: ModelShape, run: RunShape) -> int:
     """What the blocks keep of a micro-batch, and what is live at the worst moment besides."""
     whole = _passed(model, run, checkpointing=False)
-    most = min(whole, _passed(model, run, checkpointing=True)) if run.gradient_checkpointing else whole
-    return most + _dora_layer(model, run)
+    return min(whole, _passed(model, run, checkpointing=True)) if run.gradient_checkpointing else whole
 
 
 def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
     """What a forward and backward pass takes, of the reading that takes the most.
 
-    No gradient goes below the first block with an adapter. A DoRA layer keeps its output before the magnitude and, of
-    a quantised base, the dense weights that it multiplied by.
+    No gradient goes below the first block with an adapter. A DoRA layer keeps its output before the magnitude.
     """
     constants, size = run.constants, model.dtype_bytes
     first = next((number for number, block in enumerate(model.blocks) if block.adapted_linears), 0)
@@ -166,13 +163,12 @@ def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
     every = [_kept_bytes(model, run, block) for block in blocks]
     extra = size * sum(block.extra_kept for block in blocks)
     outputs = [size * sum(x.active * x.outputs for x in block.adapted_linears) * run.use_dora for block in blocks]
-    dense = [bytes_of_block * run.use_dora for bytes_of_block in model.unpacked_bytes[first:]]
     states = constants.delta_states * max(block.delta.state_bytes if block.delta else 0 for block in blocks)
     if checkpointing:
-        kept, weights = len(blocks) * model.hidden_size * size, max(dense)
+        kept = len(blocks) * model.hidden_size * size
         working = constants.checkpoint_blocks * max(every) + max(outputs)
     else:
-        kept, weights = sum(every) + extra + sum(outputs), sum(dense)
+        kept = sum(every) + extra + sum(outputs)
         working = constants.backward_blocks * max(every)
     forked = 2 * size * sum(block.kv_width for block in blocks)
     head = constants.head_copies * FLOAT32_BYTES * model.vocab_size * run.head_positions(model.vocab_size)
@@ -187,13 +183,7 @@ def _passed(model: ModelShape, run: RunShape, *, checkpointing: bool) -> int:
         backward = slopes + (working + states) * at_once
         return kept * reading.tokens + forked * reading.forked + max(head, backward)
 
-    return math.ceil(max(map(bytes_of, run.readings))) + weights
-
-
-def _dora_layer(model: ModelShape, run: RunShape) -> int:
-    """The widest DoRA layer at work: its matrix in the dtype, and in float32 while its norms are taken."""
-    widest = max((x.weights for block in model.blocks for x in block.adapted_linears), default=0)
-    return run.use_dora * widest * (model.dtype_bytes + DORA_NORM_COPIES * FLOAT32_BYTES)
+    return math.ceil(max(map(bytes_of, run.readings)))
 
 
 def _extrapolated(model: ModelShape, run: RunShape) -> tuple[str, ...]:

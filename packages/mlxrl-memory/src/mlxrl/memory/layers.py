@@ -134,7 +134,7 @@ class Block:
             return 0
         return (1 + self.soft_cap) * self.heads * context * dtype_bytes
 
-    def kept_bytes(self, dtype_bytes: int, use_dora: bool = False) -> float:
+    def kept_bytes(self, dtype_bytes: int) -> float:
         """Bytes per token that autodiff keeps of the block when no checkpoint drops them, attention scores aside."""
         chosen = max((x.active for x in self.linears if x.experts > 1), default=0)
         elements = (
@@ -146,15 +146,14 @@ class Block:
             + (0 if self.delta is None else self.delta.kept_elements)
         )
         router = sum(KEPT_ROUTER * FLOAT32_BYTES * x.outputs for x in self.linears if x.router)
-        return dtype_bytes * elements + router + self._lora_inputs(dtype_bytes, use_dora)
+        return dtype_bytes * elements + router + self._lora_inputs(dtype_bytes)
 
-    def _lora_inputs(self, dtype_bytes: int, use_dora: bool) -> int:
+    def _lora_inputs(self, dtype_bytes: int) -> int:
         """Bytes per token of the inputs that the gradient of each A needs; layers that read the same input share it.
 
-        Of a 16-bit model DoRA and experts keep a float32 copy of the input at every layer.
+        Of a 16-bit model experts keep a float32 copy of the input at every layer.
         """
-        casts = dtype_bytes < FLOAT32_BYTES
-        copied = [x for x in self.adapted_linears if casts and (use_dora or x.experts > 1)]
+        copied = [x for x in self.adapted_linears if dtype_bytes < FLOAT32_BYTES and x.experts > 1]
         each = sum(x.active * x.inputs for x in self.adapted_linears if x not in copied)
         mixed = self.query_width if self.delta is None else self.delta.value_width
         shared = min(each, 2 * self.hidden_size + mixed + self.feed_forward_width)

@@ -151,12 +151,10 @@ class ModelShape:
         return self.dtype_bytes * (adapted + sum(x.weights for x, path in others if self._is_packed(x, path)))
 
     @property
-    def unpacked_bytes(self) -> tuple[int, ...]:
-        """Per block, bytes of its adapted and quantised matrices once dequantised, as DoRA layers multiply by them."""
-        return tuple(
-            self.dtype_bytes * sum(x.weights for x, path in block if x.adapted and self._is_packed(x, path))
-            for block in self._linears()
-        )
+    def unpacked_block_bytes(self) -> int:
+        """Bytes of the blocks' adapted and quantised matrices once dequantised."""
+        packed = [x for block in self._linears() for x, path in block if x.adapted and self._is_packed(x, path)]
+        return self.dtype_bytes * sum(x.weights for x in packed)
 
     @property
     def unpacked_head_bytes(self) -> int:

@@ -49,7 +49,7 @@ class RunShape:
         gradient_checkpointing: whether each block is recomputed in the backward pass.
         lora_rank: rank of the adapters, which sit on every linear layer of every block unless the model's shape says
             otherwise (`ModelShape.adapting`).
-        use_dora: whether the adapters are DoRA, which multiplies by dense weights and keeps its layers' outputs.
+        use_dora: whether the adapters are DoRA, which has magnitudes besides and keeps its layers' outputs.
         optimizer_states: float32 values the optimizer keeps per adapter element (Adam: 2).
         has_reference: whether a reference forward runs (kl_beta > 0): the same weights with the adapter off.
         has_reference_adapter: whether the reference has an adapter of its own, that the run started from.

@@ -7,7 +7,7 @@ and so is a dense layer (`few_rows.py`); they have no gradient. So all of this a
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
+from mlxrl.policy.dora import LeanDoRALinear
 from mlxrl.policy.few_rows import FewRowsLinear, has_few_rows_kernel
 from mlxrl.policy.rows import on_cuda
 
@@ -33,7 +34,7 @@ def decoding(model: nn.Module) -> Iterator[None]:
     Args:
         model: the policy, in evaluation mode; its adapters must not change within the context.
     """
-    kinds: dict[type, type] = {LoRALinear: DecodingLoRALinear}
+    kinds: dict[type, type] = {LoRALinear: DecodingLoRALinear, LeanDoRALinear: DecodingDoRALinear}
     if has_few_rows_kernel():
         kinds[nn.Linear] = FewRowsLinear
     layers = [(module, type(module)) for module in model.modules() if type(module) in kinds]
@@ -44,7 +45,7 @@ def decoding(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, kind in layers:
             layer.__class__ = kind
-            layer.__dict__.pop("_rounded", None)
+            layer.__dict__.pop("_made", None)
 
 
 class DecodingLoRALinear(LoRALinear):
@@ -54,18 +55,34 @@ class DecodingLoRALinear(LoRALinear):
     """
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self.linear(x)
-        if x.shape[-2] == 1 and on_cuda() and self.lora_a.shape[1] <= MAX_RANK:
-            return add_low_rank(x, y, self.lora_a, self.lora_b, self.scale)
-        a, b = self._factors(y.dtype)
-        return y + (x @ a) @ b  # `mx.addmm` sums in an order that depends on the number of rows
+        return _with_term(self, x, self.linear(x))
 
-    def _factors(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        rounded = self.__dict__.get("_rounded")
-        if rounded is None:  # once a context, and not among the parameters
-            rounded = self.lora_a.astype(dtype), (self.scale * self.lora_b).astype(dtype)
-            object.__setattr__(self, "_rounded", rounded)
-        return rounded
+
+class DecodingDoRALinear(LeanDoRALinear):
+    """`LeanDoRALinear` whose term is that of `DecodingLoRALinear`, and whose norms are taken once a context."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        direction = _with_term(self, x, self._base_product(x))
+        return self._of_magnitude(direction, _once(self, "stretch", lambda: self.stretch(x.dtype).astype(x.dtype)))
+
+
+def _with_term(layer: Any, x: mx.array, y: mx.array) -> mx.array:
+    """y + s B A x, for the base's product y."""
+    if x.shape[-2] == 1 and on_cuda() and layer.lora_a.shape[1] <= MAX_RANK:
+        return add_low_rank(x, y, layer.lora_a, layer.lora_b, layer.scale)
+    a, b = _once(layer, "factors", lambda: (layer.lora_a.astype(y.dtype), (layer.scale * layer.lora_b).astype(y.dtype)))
+    return y + (x @ a) @ b  # `mx.addmm` sums in an order that depends on the number of rows
+
+
+def _once(layer: Any, name: str, make: Callable[[], Any]) -> Any:
+    """What is made for a layer, once a context, and is not among its parameters."""
+    made = layer.__dict__.get("_made")
+    if made is None:
+        made = {}
+        object.__setattr__(layer, "_made", made)
+    if name not in made:
+        made[name] = make()
+    return made[name]
 
 
 def add_low_rank(x: mx.array, y: mx.array, a: mx.array, b: mx.array, scale: float) -> mx.array:

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from mlxrl.policy.dora import keep_bases_packed
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.head import blocks_of
 from mlxrl.policy.targets import EXPERT_TYPES, select_layers
@@ -140,6 +141,7 @@ def attach_lora(model: nn.Module, config: LoRAConfig) -> tuple[str, ...]:
     mx.random.seed(config.seed)  # mlx-lm draws lora_a from the global state
     parameters = {"rank": config.rank, "scale": config.factor, "dropout": config.dropout, "keys": keys}
     linear_to_lora_layers(model, config.last_layers or len(blocks_of(model)), parameters, use_dora=config.use_dora)
+    keep_bases_packed(model)
     model.freeze()
     for _, module in adapters_of(model):
         leaves = {leaf: module[leaf] for leaf in ADAPTER_LEAVES if leaf in module}

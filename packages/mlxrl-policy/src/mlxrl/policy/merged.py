@@ -19,11 +19,12 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
 from mlxrl.policy.checkpointing import checkpoint_blocks
 from mlxrl.policy.column_major import column_major
+from mlxrl.policy.dora import LeanDoRALinear
 from mlxrl.policy.errors import ModelError
 from mlxrl.policy.lora import adapters_of, wrapped
 from mlxrl.policy.rows import FlatQuantizedEmbedding, FlatQuantizedLinear
 
-ADAPTER_TYPES = (LoRALinear, LoRASwitchLinear, LoRAEmbedding, DoRALinear, DoRAEmbedding)
+ADAPTER_TYPES = (LoRALinear, LoRASwitchLinear, LoRAEmbedding, DoRALinear, LeanDoRALinear, DoRAEmbedding)
 DENSE_TYPES: dict[type, type[Any]] = {
     nn.QuantizedLinear: nn.Linear,
     FlatQuantizedLinear: nn.Linear,
