@@ -19,7 +19,6 @@ from mlxrl.rollout import (
 )
 from mlxrl.rollout.audit import audit
 from mlxrl.rollout.caches import new_cache
-from mlxrl.rollout.launcher import Launcher
 
 from .comparing import engine_of
 from .environments import Chatter, chatter, converse
@@ -119,15 +118,15 @@ def test_a_long_prompt_costs_a_pass_for_each_piece(lend, monkeypatch, most, forw
 
 
 def test_the_time_that_reading_takes_is_told(lend, monkeypatch):
-    policy, launcher = lend("qwen3"), Launcher()
+    policy, clock = lend("qwen3"), decoder.DeviceClock()
     engine = engine_of(policy, SamplingConfig(max_tokens=1))
     engine.rollout(group_requests([Task("x" * 40)], single_turn_environment, group_size=2))
     assert engine.stats.decode_forwards == 0
     assert 0 < engine.stats.launch_seconds < engine.stats.seconds - engine.stats.device_seconds
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 9)
-    decoder.Reader(policy[0], launcher)(new_cache(policy[0], 1), [[1] * 43])
-    assert launcher.launch_seconds > 0
-    assert launcher.wait_seconds > 0
+    decoder.Reader(policy[0], clock)(new_cache(policy[0], 1), [[1] * 43])
+    assert clock.launch_seconds > 0
+    assert clock.wait_seconds > 0
 
 
 def test_a_turn_reads_its_new_tokens_only(scripted):

@@ -1,7 +1,7 @@
 """Rows that share forward passes: read what is pending, then draw a token a row and step."""
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ import mlx.nn as nn
 from mlxrl.policy import split_head
 from mlxrl.rollout.caches import Cache, join, loose_arrays, select
 from mlxrl.rollout.episode import Episode
-from mlxrl.rollout.launcher import Launcher
 from mlxrl.rollout.sampling import Drawing, drawing
 
 # Tokens that one forward pass reads: bounds the activations of long prompts and of many.
@@ -49,12 +48,11 @@ class Row:
 
 
 class Draws(NamedTuple):
-    """Tokens int32 `[B]` and log-probabilities float32 `[B]` for these rows, which are computed once `launched`."""
+    """Tokens int32 `[B]` and log-probabilities float32 `[B]` that the device is computing for these rows."""
 
     rows: Sequence[Row]
     tokens: mx.array
     logprobs: mx.array
-    launched: "Future[None] | None" = None
 
 
 class Prefilled(NamedTuple):
@@ -68,6 +66,26 @@ class Prefilled(NamedTuple):
         return Prefilled(select(self.cache, rows), self.logits[mx.array(list(rows))])
 
 
+@dataclass
+class DeviceClock:
+    """Hands arrays to the device and waits for them, and sums up how long the host takes for the one and the other."""
+
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    def launch(self, *arrays: Any) -> None:
+        """Have arrays, or lists of them, computed; the host does not wait."""
+        begin = time.perf_counter()
+        mx.async_eval(*arrays)
+        self.launch_seconds += time.perf_counter() - begin
+
+    def wait(self, *arrays: Any) -> None:
+        """Wait for arrays that were launched."""
+        begin = time.perf_counter()
+        mx.eval(*arrays)
+        self.wait_seconds += time.perf_counter() - begin
+
+
 class Reader:
     """Reads tokens into caches; the head runs on the last token of each row alone.
 
@@ -75,10 +93,10 @@ class Reader:
         num_forwards: forward passes so far; a text that is read in pieces takes one a piece.
     """
 
-    def __init__(self, model: nn.Module, launcher: Launcher | None = None):
+    def __init__(self, model: nn.Module, clock: DeviceClock | None = None):
         halves = split_head(model)
         self._trunk, self._head = halves if halves is not None else (model, None)
-        self._launcher = launcher or Launcher()
+        self._clock = clock or DeviceClock()
         self.num_forwards = 0
 
     def __call__(self, cache: Cache, token_ids: Sequence[Sequence[int]]) -> Prefilled:
@@ -101,8 +119,8 @@ class Reader:
         tokens_B_T, start = mx.array(padded, dtype=mx.int32), 0
         while longest - start > PREFILL_TOKENS:  # one long row: `reading_plan` never puts several together
             piece = self._read(tokens_B_T[:, start : start + PREFILL_TOKENS], cache), loose_arrays(cache)
-            self._launcher.launch(*piece)
-            self._launcher.wait(*piece)  # one piece's activations at a time
+            self._clock.launch(*piece)
+            self._clock.wait(*piece)  # one piece's activations at a time
             start += PREFILL_TOKENS
         hidden_B_T_D = self._read(tokens_B_T[:, start:], cache)
         if any(padding):
@@ -111,7 +129,7 @@ class Reader:
         ends_B = mx.array(lengths) - start - 1
         last_B_D = hidden_B_T_D[mx.arange(len(lengths)), ends_B]
         logits_B_V = last_B_D if self._head is None else self._head(last_B_D)
-        self._launcher.launch(logits_B_V, loose_arrays(cache))
+        self._clock.launch(logits_B_V, loose_arrays(cache))
         return Prefilled(cache, logits_B_V)
 
     def _read(self, tokens_B_T: mx.array, cache: Cache) -> mx.array:
@@ -147,12 +165,12 @@ class DecodeBatch:
 
     model: nn.Module
     rows: list[Row] = field(default_factory=list)
-    launcher: Launcher = field(default_factory=Launcher)
+    clock: DeviceClock = field(default_factory=DeviceClock)
     num_steps: int = 0
     cache: Cache = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._inputs_B = mx.array([], dtype=mx.int32)  # nothing to compute, in whichever thread
+        self._inputs_B = mx.zeros(0, dtype=mx.int32)
         self._keys_B_2, self._positions_B = _keys_and_positions(self.rows)
         self._drawing: Drawing | None = None
 
@@ -161,15 +179,14 @@ class DecodeBatch:
         self._drawing = self._drawing or drawing([row.episode.sampling for row in self.rows])
         logits_B_V = self.model(self._inputs_B[:, None], cache=self.cache)[:, -1]
         tokens_B, logprobs_B = self._drawing(logits_B_V, self._keys_B_2, self._positions_B)
-        held = self._positions_B, [vars(layer).copy() for layer in self.cache]
-        launched = self.launcher.launch_beside(tokens_B, logprobs_B, loose_arrays(self.cache), held=held)
+        self.clock.launch(tokens_B, logprobs_B, loose_arrays(self.cache))
         self._inputs_B, self._positions_B = tokens_B, self._positions_B + 1
         for row in self.rows:
             if not row.ended:  # what an ended row reads and draws from now on is nobody's
                 row.num_read += 1
                 row.num_drawn += 1
         self.num_steps += 1
-        return Draws(self.rows, tokens_B, logprobs_B, launched)
+        return Draws(self.rows, tokens_B, logprobs_B)
 
     def regroup(self, keep: Sequence[int], joining: Sequence[tuple[list[Row], Prefilled]]) -> Draws | None:
         """Drop all rows but those to keep, add those that have been read, and launch the first draw of these.
@@ -194,7 +211,7 @@ class DecodeBatch:
             self.cache = join([*([self.cache] if self.rows else []), *(prefilled.cache for _, prefilled in joining)])
             self.rows = [*self.rows, *new]
             self._inputs_B = mx.concatenate([self._inputs_B, draws.tokens])
-            self.launcher.launch(draws.tokens, draws.logprobs, loose_arrays(self.cache))
+            self.clock.launch(draws.tokens, draws.logprobs, loose_arrays(self.cache))
         self._keys_B_2, self._positions_B = _keys_and_positions(self.rows)
         self._drawing = None
         return draws

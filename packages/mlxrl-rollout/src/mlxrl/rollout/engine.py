@@ -177,14 +177,7 @@ class Engine:
         players: dict[int, tuple[Environment, Episode]] = {}
         episodes = [Episode(request, self.encoder, self.limits, players) for request in requests]
         model = self._sampled_from()
-        play = Play(
-            model,
-            episodes,
-            self.room,
-            deterministic=self.deterministic,
-            env_timeout=self.env_timeout,
-            beside=on_cuda() and self.env_timeout is not None,  # else environments may evaluate in this thread
-        )
+        play = Play(model, episodes, self.room, deterministic=self.deterministic, env_timeout=self.env_timeout)
         self.stats = play.stats
         with decoding(model):
             play.run()

@@ -15,10 +15,9 @@ from typing import Any
 import mlx.nn as nn
 
 from mlxrl.rollout.caches import Cache, all_arrays, join, new_cache, num_bytes, select
-from mlxrl.rollout.decoder import DecodeBatch, Draws, Prefilled, Reader, Row, reading_plan
+from mlxrl.rollout.decoder import DecodeBatch, DeviceClock, Draws, Prefilled, Reader, Row, reading_plan
 from mlxrl.rollout.environment_calls import EnvironmentFailedError
 from mlxrl.rollout.episode import Episode
-from mlxrl.rollout.launcher import Launcher
 from mlxrl.rollout.prompts import Prompt, PromptQueue
 from mlxrl.rollout.stage import OverrunError, Stage, Ticket
 
@@ -36,8 +35,8 @@ class RolloutStats:
         peak_cache_bytes: most bytes of such caches, the room that they grow into included.
         seconds: how long it took.
         launch_seconds: of these, handing work to the device: encoding and launching, and where the device is the
-            host's own processor mostly computing. On CUDA decode steps are launched beside the host.
-        device_seconds: of these, waiting for the device's results and for launches beside the host.
+            host's own processor mostly computing.
+        device_seconds: of these, waiting for the device's results.
         environment_seconds: of these, waiting for environments.
     """
 
@@ -120,7 +119,6 @@ class Play:
         room: how many rows at a time.
         deterministic: whether rows wait for their environments at points that the tokens alone decide.
         env_timeout: seconds an environment has for an answer; None: as long as it takes, in this thread.
-        beside: whether decode steps are launched from a thread of their own; see `Launcher`.
     """
 
     def __init__(
@@ -131,17 +129,16 @@ class Play:
         *,
         deterministic: bool = True,
         env_timeout: float | None = None,
-        beside: bool = False,
     ):
         self.model, self.episodes, self.room, self.deterministic = model, episodes, room, deterministic
         self.stats = RolloutStats()
         self._stage = Stage(env_timeout, len(episodes))
         self._owners = {id(episode): owner for owner, episode in enumerate(episodes)}
-        self._launcher = Launcher(beside=beside)
-        self._reader = Reader(model, self._launcher)
-        self._batch = DecodeBatch(model, launcher=self._launcher)
+        self._clock = DeviceClock()
+        self._reader = Reader(model, self._clock)
+        self._batch = DecodeBatch(model, clock=self._clock)
         self._unread: deque[Draws] = deque()
-        self._waiting = PromptQueue(self._launcher)
+        self._waiting = PromptQueue(self._clock)
         self._is_full = False  # those who wait do not fit before a row has ended
         self._parked: list[_Parked] = []
         self._last_words: list[tuple[Episode, Ticket]] = []
@@ -151,37 +148,29 @@ class Play:
         """Play until every episode is finished."""
         begin = time.perf_counter()
         try:
-            with self._launcher.stream():
-                self._play()
+            self._open()
+            while self._waiting or self._parked or self._unread or self._num_live:
+                if self._regrouping_is_due():
+                    self._regroup()
+                launched = any(row.goes_on for row in self._batch.rows)
+                if launched:
+                    self._unread.append(self._batch.step())
+                while len(self._unread) > launched:  # what was launched last is still under way
+                    self._read(self._unread.popleft())
+            for episode, ticket in self._last_words:
+                self._hear(episode, ticket)
+            for owner, ticket in self._closings.items():
+                self._see_closed(self.episodes[owner], ticket)
+            self._count_bytes()
         except BaseException:
             self._stage.break_off([episode.close for episode in self.episodes])
             raise
         finally:
             self._stage.close()
-            self._launcher.close()
         self.stats.seconds = time.perf_counter() - begin
-        self.stats.launch_seconds, self.stats.device_seconds = (
-            self._launcher.launch_seconds,
-            self._launcher.wait_seconds,
-        )
+        self.stats.launch_seconds, self.stats.device_seconds = self._clock.launch_seconds, self._clock.wait_seconds
         self.stats.decode_forwards, self.stats.prefill_forwards = self._batch.num_steps, self._reader.num_forwards
         self.stats.sampled_tokens = sum(episode.num_drawn for episode in self.episodes)
-
-    def _play(self) -> None:
-        self._open()
-        while self._waiting or self._parked or self._unread or self._num_live:
-            if self._regrouping_is_due():
-                self._regroup()
-            launched = any(row.goes_on for row in self._batch.rows)
-            if launched:
-                self._unread.append(self._batch.step())
-            while len(self._unread) > launched:  # what was launched last is still under way
-                self._read(self._unread.popleft())
-        for episode, ticket in self._last_words:
-            self._hear(episode, ticket)
-        for owner, ticket in self._closings.items():
-            self._see_closed(self.episodes[owner], ticket)
-        self._count_bytes()
 
     @property
     def _num_live(self) -> int:
@@ -237,7 +226,7 @@ class Play:
 
     def _read(self, draws: Draws) -> None:
         """Take what was drawn: rows whose action is complete end, and their environments are asked."""
-        self._launcher.wait(draws.tokens, draws.logprobs, after=draws.launched)
+        self._clock.wait(draws.tokens, draws.logprobs)
         tokens: Any = draws.tokens.tolist()
         logprobs: Any = draws.logprobs.tolist()
         going_on: list[tuple[Row, Ticket]] = []
@@ -265,7 +254,7 @@ class Play:
         if not rows:
             return {}
         own = select(cache, places)
-        self._launcher.launch(all_arrays(own))
+        self._clock.launch(all_arrays(own))
         return {id(row): _Seat(row, own, place) for place, row in enumerate(rows)}
 
     def _move_together(self, left: Sequence[_Parked]) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from mlxrl.rollout.caches import all_arrays
-from mlxrl.rollout.decoder import Prefilled, Row
-from mlxrl.rollout.launcher import Launcher
+from mlxrl.rollout.decoder import DeviceClock, Prefilled, Row
 
 Prompt = tuple[int, ...]
 
@@ -17,8 +16,8 @@ class PromptQueue:
     Rows of one prompt stand together, and a prompt that is kept comes before those to be read, so that few are kept.
     """
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
         self._lines: OrderedDict[Prompt, deque[Row]] = OrderedDict()
         self._kept: dict[Prompt, tuple[Prefilled, int]] = {}  # and the place there
 
@@ -101,5 +100,5 @@ class PromptQueue:
             prefilled, place = self._kept.pop(prompt)
             if prompt in self._lines:  # alone, so that it does not hold those that were read with it
                 alone = prefilled.select([place])
-                self._launcher.launch(alone.logits, all_arrays(alone.cache))
+                self._clock.launch(alone.logits, all_arrays(alone.cache))
                 self._kept[prompt] = alone, 0
