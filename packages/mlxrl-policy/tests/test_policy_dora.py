@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 
-from mlxrl.policy import decoding, score
+from mlxrl.policy import decoding, flatten_quantized_rows, rows, score
 from mlxrl.policy.dora import LeanDoRALinear, keep_bases_packed
 from mlxrl.policy.lora import adapters_of
 
@@ -125,3 +125,21 @@ def test_another_adapter_is_seen_by_the_next_context():
         with decoding(model):
             drawn = model(x)
         np.testing.assert_allclose(drawn, model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_row_that_its_adapter_cancels_is_finite(dtype):
+    _, lean = layers(0, False, dtype)
+    lean.linear.weight = (-0.9999 * lean.scale * (lean.lora_a @ lean.lora_b).T).astype(dtype)
+    object.__setattr__(lean, "_base_norms", mx.linalg.norm(lean.linear.weight.astype(mx.float32), axis=1))
+    assert mx.isfinite(lean(mx.random.normal((2, 5, 128)).astype(dtype))).all()
+
+
+def test_a_pass_dequantizes_a_base_once_where_it_does_at_all(monkeypatch):
+    _, lean = layers(4, False, mx.float32)
+    flatten_quantized_rows(lean)
+    monkeypatch.setattr(rows, "on_cuda", lambda: True)
+    dequantize, calls = rows._dequantized, []
+    monkeypatch.setattr(rows, "_dequantized", lambda *given: calls.append(given) or dequantize(*given))
+    lean(mx.random.normal((2, 5, 128)))
+    assert len(calls) == 1

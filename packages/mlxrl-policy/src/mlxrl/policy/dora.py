@@ -1,4 +1,4 @@
-"""DoRA without the adapted weight: its rows' norms come from products, and a quantized base stays packed.
+"""DoRA without the adapted weight: its rows' norms come from products, and no dense weight of a quantized base is kept.
 
 mlx-lm's layer makes W + s B A in every pass to take its norms, and multiplies by a dequantized W that autodiff keeps:
 of a 4-bit model all its weights as they were before they were packed. But
@@ -17,6 +17,10 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
 from mlxrl.policy.adapter_gradients import low_rank_term
+from mlxrl.policy.rows import dequantized_once
+
+# Of a row's squared norm in the base: what rounding leaves of a row that its adapter cancels may be below 0.
+LEAST = 1e-4
 
 
 def keep_bases_packed(model: nn.Module) -> None:
@@ -39,19 +43,21 @@ class LeanDoRALinear(DoRALinear):
     """`DoRALinear` that multiplies as its base does and never makes the adapted weight.
 
     y = m / |W + s B A| * (W x + s B A x) + bias, the norms of rows and without a gradient. Liu et al. 2024,
-    arXiv 2402.09353, equations 5 and 11.
+    arXiv 2402.09353, equation 5 and section 4.3.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
-        direction = self._base_product(x) + low_rank_term(self.dropout(x), self.lora_a, self.lora_b, self.scale)
-        return self._of_magnitude(direction, self.stretch(x.dtype))
+        with dequantized_once():  # if at all: on CUDA
+            direction = self._base_product(x) + low_rank_term(self.dropout(x), self.lora_a, self.lora_b, self.scale)
+            return self._of_magnitude(direction, self.stretch(x.dtype))
 
     def stretch(self, dtype: mx.Dtype) -> mx.array:
         """m / |W + s B A| `[N]`, float32, from products of `dtype`; the magnitudes m alone carry a gradient."""
         a_D_r, b_r_N = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b)
         base_r_N = self._base_product(a_D_r.T.astype(dtype)).astype(mx.float32)
         slope_r_N = 2 * self.scale * base_r_N + self.scale**2 * (a_D_r.T @ a_D_r) @ b_r_N
-        return self.m / mx.sqrt(mx.square(self.__dict__["_base_norms"]) + (b_r_N * slope_r_N).sum(axis=0))
+        base_N = mx.square(self.__dict__["_base_norms"])
+        return self.m / mx.sqrt(mx.maximum(base_N + (b_r_N * slope_r_N).sum(axis=0), LEAST * base_N))
 
     def _base_product(self, x: mx.array) -> mx.array:
         """W x, however the base multiplies."""

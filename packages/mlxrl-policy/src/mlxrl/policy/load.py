@@ -36,7 +36,7 @@ def load_policy_with_lora(
         config: the adapter; by default rank 16, scale 2, on every linear layer.
 
     Returns:
-        The model (in evaluation mode, only `lora_a` and `lora_b` trainable), its tokenizer, and a report.
+        The model (in evaluation mode, only the adapter trainable), its tokenizer, and a report.
 
     Raises:
         ModelError: the model cannot be found or read, cannot be scored or trained, or the adapter does not fit it.
