@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -35,6 +37,26 @@ def test_train_without_a_config_trains_the_embedded_model_and_says_so(trained):
     assert [row["step"] for row in rows(folder / "run/metrics.jsonl")] == [1, 2]
     # 2 steps of 2 groups of 4 samples
     assert len(rows(folder / "run/rollouts.jsonl")) == 16
+
+
+def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path):
+    arguments = ["train", "--steps", "30", "--output", "my run", "--set", "checkpoint.every=1", *TINY]
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as run:
+        assert run.stdout is not None
+        assert any(line.startswith("step    2") for line in run.stdout)
+        run.send_signal(signal.SIGINT)
+        shown, errors = run.communicate(timeout=60)
+    assert run.returncode == 130, errors
+    command = shlex.split(shown.partition("stopped; to go on: ")[2])
+    assert command == ["mlxrl-cli", "train", "--resume", "--output", str(tmp_path / "my run")]
+    assert len(rows(tmp_path / "my run/metrics.jsonl")) < 30
+    assert "step   30/30" in cli(*command[1:], folder=tmp_path)
 
 
 def test_the_resolved_config_is_on_disk_and_loads_again(trained):

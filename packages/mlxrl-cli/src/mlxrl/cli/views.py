@@ -1,6 +1,7 @@
 """What a run shows: a live view on a terminal, plain lines elsewhere."""
 
 import math
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ class PlainView(Observer):
     def __init__(self, console: Console, config: TrainConfig):
         self.console, self.config = console, config
         self.started = time.perf_counter()
+        self.folder: Path | None = None
         self.rewards: list[float] = []
         self.accuracies: list[tuple[int, float]] = []
         self.told: set[str] = set()
@@ -33,10 +35,12 @@ class PlainView(Observer):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        pass
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is KeyboardInterrupt and self.folder is not None:
+            self.say(f"\nstopped; to go on: mlxrl-cli train --resume --output {shlex.quote(str(self.folder))}")
 
     def on_start(self, session: Session, folder: Path, first_step: int) -> None:
+        self.folder = folder
         for line in describe_session(session, folder, first_step):
             self.say(line)
 
@@ -91,8 +95,9 @@ class LiveView(PlainView):
         self.live.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self.live.stop()
+        super().__exit__(kind, *_)
 
     def __rich__(self) -> Group:
         return Group(
