@@ -45,7 +45,7 @@ def decoding(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, kind in layers:
             layer.__class__ = kind
-            layer.__dict__.pop("_made", None)
+            layer.__dict__.pop("_of_context", None)
 
 
 class DecodingLoRALinear(LoRALinear):
@@ -76,10 +76,10 @@ def _with_term(layer: Any, x: mx.array, y: mx.array) -> mx.array:
 
 def _once(layer: Any, name: str, make: Callable[[], Any]) -> Any:
     """What is made for a layer, once a context, and is not among its parameters."""
-    made = layer.__dict__.get("_made")
+    made = layer.__dict__.get("_of_context")
     if made is None:
         made = {}
-        object.__setattr__(layer, "_made", made)
+        object.__setattr__(layer, "_of_context", made)
     if name not in made:
         made[name] = make()
     return made[name]
